@@ -1,0 +1,173 @@
+"""The public face: `jaxtile.checkpoint`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from . import _calls as _calls
+from ._errors import TilingError
+from ._graph import Graph, Policy, Value, build
+from ._loop import Loop
+from ._regions import Region, Schedule, Tiles, schedule
+from ._rules import Axes, untiled
+from ._tile import lookup
+
+# True while a function is traced for tiling. A `checkpoint` inside another one then steps aside: the outermost schedule wins. Being a
+# JAX context, it is part of the key of every `jit` cache, so a jitted inner function is traced anew.
+_inside = jax.make_user_context(False)
+
+
+def checkpoint(
+    fun: Callable[..., Any],
+    *,
+    in_axes: Any,
+    tiles: Tiles,
+    policy: Policy | None = None,
+) -> Callable[..., Any]:
+    """Evaluate and differentiate `fun` tile by tile, with exact halos.
+
+    The result has the signature, the value and the gradients of `fun`. What differs is the memory: values that `policy` saves
+    are held as whole arrays, and everything else exists only inside one tile at a time, where the backward pass computes it
+    again. For a function that works pixel by pixel this is, in plain Python::
+
+        def tiled(params, image):
+            return concatenate([jax.checkpoint(fun)(params, tile) for tile in split(image)])
+
+    For convolutions, pools, skips, resizing and the rest, each tile reads as much of its neighbours as it needs (the halo);
+    reductions over a tiled axis (batch statistics, a global pool, a loss) are accumulated over all tiles first.
+
+    Args:
+      fun: any JAX function of pytrees; it is traced, not rewritten.
+      in_axes: as in `jax.vmap`, a pytree prefix of the arguments. `None`: not tiled. A tuple: the array axes that are tiled, in order;
+        all tuples have the same length, and `None` in a tuple stands for an axis that this array does not have.
+      tiles: tiles per tiled axis; sizes need not divide. Or a mapping from the name of a stored value to the grid of the region
+        that computes it, with the key `...` for all other regions; the grid `None` leaves a region untiled, as plain JAX.
+      policy: any function of `jax.checkpoint_policies` that saves; `None` stores nothing inside.
+
+    >>> import jax, jax.numpy as jnp, jaxtile
+    >>> def blur(kernel, image):
+    ...     return jnp.tanh(jax.lax.conv(image, kernel, (1, 1), "SAME"))
+    >>> tiled = jaxtile.checkpoint(blur, in_axes=(None, (2, 3)), tiles=(4, 4))
+    >>> kernel, image = jnp.ones((1, 1, 3, 3)) / 9, jnp.arange(256.0).reshape(1, 1, 16, 16)
+    >>> bool(jnp.allclose(tiled(kernel, image), blur(kernel, image)))
+    True
+
+    Nesting: inside another `jaxtile.checkpoint`, or under its `jit`, a checkpointed function is traced as the plain `fun`; the outermost
+    schedule wins. Put `jit` outermost. `jvp` (forward mode) of a tiled function is not defined; `grad`, `vjp` and `vmap` are.
+    """
+    _check_callable(fun)
+
+    @functools.wraps(fun)
+    def tiled(*args: Any, **kwargs: Any) -> Any:
+        if _inside.value:
+            return fun(*args, **kwargs)
+        plan, flat, out_tree = trace(fun, args, kwargs, in_axes, tiles, policy)
+        return jax.tree.unflatten(out_tree, execute(plan, flat))
+
+    return tiled
+
+
+def trace(fun, args, kwargs, in_axes, tiles, policy) -> tuple[Schedule, list[Any], Any]:
+    """The schedule of a function for these arguments, the flat arguments, and the structure of the result."""
+    flat, in_tree = jax.tree.flatten((args, kwargs))
+    axes, rank = _flat_axes(in_axes, args, kwargs, flat)
+
+    def flat_fun(*leaves):
+        call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
+        return fun(*call_args, **call_kwargs)
+
+    with _inside(True):
+        closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
+    graph = build(closed.jaxpr, closed.consts, axes, policy)
+    return schedule(graph, tiles, rank), flat, jax.tree.structure(out_shape)
+
+
+def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
+    """Run the regions and the global equations in order."""
+    graph: Graph = plan.graph
+    env: dict[Value, Any] = dict(zip(graph.inputs, map(jax.numpy.asarray, flat), strict=True))
+    for step in plan.steps:
+        if isinstance(step, Region):
+            results = _untiled(step, env) if step.grid is None else Loop(step)(
+                [lookup(env, v.array) for v in step.inputs], [lookup(env, v.array) for v in step.globals]
+            )
+            env.update(zip((t.result for t in step.targets), results, strict=True))
+        else:
+            operands = [lookup(env, v.array) for v in step.inputs]
+            env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
+    return [lookup(env, v.array) for v in graph.outputs]
+
+
+def _untiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:
+    """A region whose grid is None: its equations, whole, as plain JAX."""
+    local = dict(env)
+    for node in region.nodes:
+        operands = [lookup(local, v if v in local else v.array) for v in node.inputs]
+        local.update(zip(node.outputs, node.equation.bind(*operands), strict=True))
+    results = []
+    for target in region.targets:
+        value = lookup(local, target.value if target.value in local else target.value.array)
+        results.append(value if target.reduction is None else target.reduction.equation.bind(value)[0])
+    return results
+
+
+def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
+    """Per flat argument, the tiled axis that each of its dimensions carries; and the number of tiled axes."""
+    prefix = in_axes if _is_axes(in_axes) or isinstance(in_axes, list | dict) else tuple(in_axes)
+    if not _is_axes(prefix) and len(prefix) != len(args):
+        raise TilingError(f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional arguments")
+    try:
+        entries = jax.tree.broadcast(prefix, args, is_leaf=_is_axes) if not _is_axes(prefix) else None
+        leaves = (
+            [prefix] * len(jax.tree.leaves(args))
+            if entries is None
+            else jax.tree.leaves(entries, is_leaf=_is_axes)
+        )
+    except ValueError as error:
+        raise TilingError(f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}") from None
+    leaves += [None] * (len(flat) - len(leaves))
+    ranks = {len(_as_tuple(entry)) for entry in leaves if entry is not None}
+    if not ranks:
+        raise TilingError(f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, as (1, 2)")
+    if len(ranks) > 1:
+        raise TilingError(f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for one that is absent")
+    return [_labels(in_axes, entry, leaf) for entry, leaf in zip(leaves, flat, strict=True)], ranks.pop()
+
+
+def _labels(in_axes, entry, leaf) -> Axes:
+    aval = jax.typeof(leaf)
+    labels: list[int | None] = list(untiled(aval))
+    for axis, dim in enumerate(_as_tuple(entry)):
+        if dim is None:
+            continue
+        if not -aval.ndim <= dim < aval.ndim:
+            raise TilingError(f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, which has no such axis")
+        if labels[dim] is not None:
+            raise TilingError(f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} twice")
+        labels[dim] = axis
+    return tuple(labels)
+
+
+def _as_tuple(entry) -> tuple[int | None, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, int) else tuple(entry)
+
+
+def _is_axes(entry: Any) -> bool:
+    """A leaf of `in_axes`: None, an axis, or a tuple of axes."""
+    if entry is None or isinstance(entry, int | np.integer):
+        return True
+    return (
+        isinstance(entry, tuple)
+        and any(isinstance(e, int | np.integer) for e in entry)
+        and all(e is None or isinstance(e, int | np.integer) for e in entry)
+    )
+
+
+def _check_callable(fun: Any) -> None:
+    if not callable(fun):
+        raise TilingError(f"`fun` (={fun!r}) must be callable")

@@ -1,0 +1,48 @@
+"""What jaxtile refuses, said so that the user can act on it."""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+from typing import Any
+
+
+class TilingError(ValueError):
+    """A function, an argument or a schedule that jaxtile cannot tile exactly.
+
+    Raised while tracing, before anything runs: jaxtile never returns a number it is not sure of, and never quietly
+    runs the untiled function instead.
+    """
+
+
+class Mixes(Exception):
+    """Raised by a rule: this primitive mixes positions along a tiled axis. Becomes a `TilingError` with a location."""
+
+    def __init__(self, reason: str, advice: str = ""):
+        super().__init__(reason)
+        self.reason = reason
+        self.advice = advice
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_LIBRARIES = tuple(
+    {os.path.realpath(p) for p in (*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values())}
+)
+
+
+def user_line(source_info: Any) -> str:
+    """The line of user code that traced an equation: the innermost frame outside jaxtile and installed libraries."""
+    traceback = getattr(source_info, "traceback", None)
+    frames = list(getattr(traceback, "frames", ()) or ())
+    for frame in frames:
+        path = os.path.realpath(frame.file_name)
+        if not path.startswith((_HERE, *_LIBRARIES)) and not path.startswith("<"):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return "an unknown line"
+
+
+def describe(aval: Any, axes: tuple[int | None, ...]) -> str:
+    """`float32[1, 64*, 64*, 3]`: a shape, with a star on every dimension that carries a tiled axis."""
+    dims = ", ".join(f"{n}{'' if a is None else '*'}" for n, a in zip(aval.shape, axes, strict=True))
+    return f"{aval.dtype}[{dims}]"

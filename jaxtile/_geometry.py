@@ -1,0 +1,129 @@
+"""Intervals, tiles and windows along one axis.
+
+Everything here is integer arithmetic on half-open intervals. A convolution or pool with kernel `k`, dilation `d`, stride
+`s`, base dilation `b` (zeros between inputs, as in a transposed convolution) and `p` positions of padding before the
+first input reads, for outputs `[lo, hi)`, the positions `[lo*s - p, (hi-1)*s - p + (k-1)*d + 1)` of the dilated input.
+That is the *demand*. The *reach* is the converse: the outputs that read at least one of the inputs `[lo, hi)`.
+
+A tile loop needs one interval per tile, all of one size, because the tiles share one compiled program: a `Window`. Windows
+never leave the array. Where a demand sticks out over the border the window is moved inwards and the positions outside are
+supplied by the reader with the padding value of the op that asked for them. A tile therefore computes only values that the
+untiled function computes too, so nothing has to be masked afterwards and no spurious NaN can arise beyond the border.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Stencil:
+    """How one output position of a convolution or pool depends on input positions along one axis.
+
+    >>> Stencil(kernel=3, before=1).demand(0, 4)
+    (-1, 5)
+    >>> Stencil(kernel=2, stride=2).demand(1, 3)
+    (2, 6)
+    >>> Stencil(kernel=2, stride=2).reach(3, 5)
+    (1, 3)
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    base_dilation: int = 1
+    before: int = 0
+
+    @property
+    def extent(self) -> int:
+        """Input positions between the first and the last that one output reads, both included."""
+        return (self.kernel - 1) * self.dilation + 1
+
+    def demand(self, lo, hi):
+        """The inputs `[lo, hi)` that outputs `[lo, hi)` read; unclipped. Works on integers and on arrays."""
+        first = lo * self.stride - self.before
+        last = (hi - 1) * self.stride - self.before + self.extent - 1
+        return -(-first // self.base_dilation), last // self.base_dilation + 1
+
+    def reach(self, lo, hi):
+        """The outputs that read at least one of the inputs `[lo, hi)`; unclipped."""
+        first = lo * self.base_dilation + self.before - (self.extent - 1)
+        last = (hi - 1) * self.base_dilation + self.before
+        return -(-first // self.stride), last // self.stride + 1
+
+
+def clip(lo, hi, length):
+    """`[lo, hi)` inside `[0, length)`, and how far it stuck out before and after.
+
+    >>> clip(-1, 5, 16)
+    (0, 5, 1, 0)
+    """
+    return max(lo, 0), min(hi, length), max(-lo, 0), max(hi - length, 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Window:
+    """One interval per tile along tiled axis `axis`: tile `i` covers `[starts[i], starts[i] + size)`."""
+
+    axis: int
+    starts: np.ndarray
+    size: int
+
+    @property
+    def stops(self) -> np.ndarray:
+        return self.starts + self.size
+
+    def moved(self, starts, size: int) -> Window:
+        """A window of the same axis at other positions. A scalar start means the same for every tile."""
+        return Window(self.axis, np.broadcast_to(np.asarray(starts, np.int64), self.starts.shape), int(size))
+
+    def same(self, other: Window) -> bool:
+        return self.size == other.size and np.array_equal(self.starts, other.starts)
+
+    def __repr__(self) -> str:
+        return f"Window(axis={self.axis}, starts={self.starts.tolist()}, size={self.size})"
+
+
+def partition(axis: int, length: int, tiles: int) -> Window:
+    """`tiles` windows of equal size that cover `[0, length)`.
+
+    Where the length does not divide, neighbours share one position; it belongs to the later one.
+
+    >>> partition(0, 10, 4)
+    Window(axis=0, starts=[0, 2, 5, 7], size=3)
+    """
+    return Window(axis, np.arange(tiles, dtype=np.int64) * length // tiles, -(-length // tiles))
+
+
+def owned(window: Window, length: int) -> np.ndarray:
+    """How many leading positions of each tile of a partition belong to that tile and to no other.
+
+    >>> owned(partition(0, 10, 4), 10).tolist()
+    [2, 3, 2, 3]
+    """
+    return np.diff(window.starts, append=length)
+
+
+def hull(demands: Sequence[Window], length: int) -> Window:
+    """The smallest window inside `[0, length)` that holds, for every tile, all that was demanded of it.
+
+    Positions outside `[0, length)` are dropped: they are padding, and padding belongs to the reader.
+
+    >>> hull([Window(0, np.array([-1, 3, 7]), 6)], 12)
+    Window(axis=0, starts=[0, 3, 7], size=6)
+    >>> hull([Window(0, np.array([-1, 4, 8]), 5)], 12)
+    Window(axis=0, starts=[0, 4, 7], size=5)
+    """
+    starts = np.stack(np.broadcast_arrays(*(d.starts for d in demands)))
+    stops = np.stack(np.broadcast_arrays(*(d.stops for d in demands)))
+    lo, hi = np.maximum(starts, 0), np.minimum(stops, length)
+    empty = hi <= lo
+    lo = np.where(empty, length, lo).min(axis=0)
+    hi = np.where(empty, 0, hi).max(axis=0)
+    size = min(length, max(1, int((hi - lo).max())))
+    nothing_asked = hi <= lo
+    lo = np.where(nothing_asked, np.clip(starts[0], 0, length), lo)
+    return Window(demands[0].axis, np.minimum(lo, length - size), size)

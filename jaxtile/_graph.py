@@ -1,0 +1,287 @@
+"""From a traced function to a graph whose values know which of their dimensions are tiled.
+
+The builder walks a jaxpr once, forwards. Calls (`jit`, `remat`, ...) are looked through; a `scan` over tiled values is unrolled.
+For every equation that touches a tiled value it asks the primitive's rule for the axes of the outputs. An untiled operand that
+is combined position by position with a tiled one is *promoted*: evaluated window by window if its own rule allows
+(an `iota`, a broadcast, random bits, a cast of those), otherwise computed whole, once, and read by window.
+
+The graph keeps three kinds of values apart: *tiled* (some dimension carries an axis), *global* (none does), and *available*: held
+as a whole array, because it is an argument, a constant, stored by the policy, an output, a global value or a reduction's result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from . import _rules as rules
+from ._errors import Mixes, TilingError, describe, user_line
+from ._rules import Axes, Equation, Reduction, tiled, untiled
+
+_CALLS = dict.fromkeys(("jit", "pjit", "remat2", "remat", "checkpoint"), "jaxpr") | dict.fromkeys(
+    ("closed_call", "core_call", "call", "core_closed_call"), "call_jaxpr"
+)
+ALL_CALLS = _CALLS | dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+"""With the functions that have derivative rules of their own."""
+
+_IDENTITIES = ("optimization_barrier", "sharding_constraint", "device_put", "copy_p")
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """One array of the traced function.
+
+    A view has a `base`: the same array, with its dimensions labelled otherwise. A constant is `known`.
+    """
+
+    aval: Any
+    axes: Axes
+    node: Node | None = None
+    base: Value | None = None
+    known: Any = None
+    stored: bool = False
+    name: str | None = None
+
+    @property
+    def tiled(self) -> bool:
+        return tiled(self.axes)
+
+    @property
+    def array(self) -> Value:
+        """The value whose whole array this one is, or is a view of."""
+        return self if self.base is None else self.base
+
+    @property
+    def available(self) -> bool:
+        value = self.array
+        return not value.tiled or value.stored or value.node is None or value.node.reduction is not None
+
+    @property
+    def bytes(self) -> int:
+        itemsize = getattr(self.aval.dtype, "itemsize", 8)
+        return int(np.prod(self.aval.shape, dtype=np.int64)) * itemsize
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """One equation of the graph."""
+
+    equation: Equation
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...] = ()
+    reduction: Reduction | None = None
+
+    @property
+    def tiled(self) -> bool:
+        return self.reduction is not None or any(v.tiled for v in self.outputs)
+
+    @property
+    def rule(self) -> rules.Rule:
+        found = rules.find(self.equation.primitive)
+        assert found is not None
+        return found
+
+
+@dataclasses.dataclass(eq=False)
+class Graph:
+    inputs: list[Value]
+    outputs: list[Value]
+    nodes: list[Node]
+
+
+Policy = Callable[..., Any]
+
+
+def build(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    in_axes: Sequence[Axes],
+    policy: Policy | None = None,
+    look_through: Mapping[str, str] = _CALLS,
+) -> Graph:
+    """The graph of a jaxpr whose arguments carry `in_axes`. `look_through`: calls to inline, and where their jaxpr is."""
+    builder = _Builder(policy, look_through)
+    arguments = [Value(var.aval, axes) for var, axes in zip(jaxpr.invars, in_axes, strict=True)]
+    outputs = builder.walk(jaxpr, _known(consts), arguments)
+    for value in outputs:
+        value.array.stored = True
+    return Graph(arguments, outputs, builder.nodes)
+
+
+class _Builder:
+    def __init__(self, policy: Policy | None, look_through: Mapping[str, str]):
+        self.policy = policy
+        self.look_through = look_through
+        self.nodes: list[Node] = []
+        self._promoted: dict[tuple[Value, Axes], Value] = {}
+
+    def walk(self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]) -> list[Value]:
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
+        env.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(var: Any) -> Value:
+            if isinstance(var, Literal):
+                return Value(var.aval, (None,) * np.ndim(var.val), known=var.val)
+            return env[var]
+
+        for eqn in jaxpr.eqns:
+            outputs = self._equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
+        name = eqn.primitive.name
+        if name in self.look_through:
+            inner = eqn.params[self.look_through[name]]
+            return self.walk(getattr(inner, "jaxpr", inner), _known(getattr(inner, "consts", ())), inputs)
+        if name in _IDENTITIES and any(v.tiled for v in inputs):
+            return inputs
+        if name == "scan" and any(v.tiled for v in inputs):
+            return self._unroll(eqn, inputs)
+        equation = Equation(
+            primitive=eqn.primitive,
+            params=eqn.params,
+            in_avals=tuple(v.aval for v in inputs),
+            in_axes=tuple(v.axes for v in inputs),
+            out_avals=tuple(v.aval for v in eqn.outvars),
+            constant=lambda i: constant(inputs[i]),
+            source_info=eqn.source_info,
+        )
+        if not any(v.tiled for v in inputs):
+            return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
+        rule = rules.find(eqn.primitive)
+        try:
+            if rule is None:
+                raise Mixes(f"there is no tiling rule for primitive `{name}`")
+            in_axes, out_axes = rule.axes(equation)
+            inputs = [self.promote(v, axes) for v, axes in zip(inputs, in_axes, strict=True)]
+        except Mixes as refusal:
+            if all(v.array.stored or not v.tiled for v in inputs):
+                # Every tiled operand is held whole, by the policy's choice: the equation runs once, untiled.
+                inputs = [v if not v.tiled else self._view(v, untiled(v.aval)) for v in inputs]
+                return self._equation(eqn, inputs)
+            raise refuse(equation, refusal) from None
+        equation = dataclasses.replace(equation, in_axes=tuple(v.axes for v in inputs), constant=_constants(inputs))
+        equation = dataclasses.replace(equation, out_axes=tuple(out_axes))
+        outputs = self._add(equation, inputs, out_axes, rule.reduction(equation))
+        if self._saved(eqn, inputs) or rule.whole_cotangent(equation):
+            for value in outputs:
+                value.stored = value.tiled
+        return outputs
+
+    def _add(self, equation: Equation, inputs, out_axes, reduction: Reduction | None) -> tuple[Value, ...]:
+        node = Node(dataclasses.replace(equation, out_axes=tuple(out_axes)), tuple(inputs), reduction=reduction)
+        name = equation.params.get("name") if equation.primitive.name == "name" else None
+        node.outputs = tuple(
+            Value(aval, tuple(axes), node=node, name=name)
+            for aval, axes in zip(equation.out_avals, out_axes, strict=True)
+        )
+        self.nodes.append(node)
+        return node.outputs
+
+    def _saved(self, eqn: Any, inputs: Sequence[Value]) -> bool:
+        """Does the policy store this equation's outputs? A name given to an array that is held anyway stores nothing new."""
+        if self.policy is None:
+            return False
+        decision = self.policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+        kind = type(decision).__name__
+        if kind == "Offloadable":
+            raise TilingError(
+                f"`policy` offloads the output of `{eqn.primitive.name}` at {user_line(eqn.source_info)}; offloading is not "
+                "supported yet. Use a policy that saves or recomputes, such as "
+                "`jax.checkpoint_policies.save_only_these_names(...)`."
+            )
+        saved = decision if isinstance(decision, bool) else kind == "SaveableType"
+        return saved and not (eqn.primitive.name == "name" and inputs[0].available)
+
+    def promote(self, value: Value, axes: Axes) -> Value:
+        """The same value, carrying more axes: computed window by window if that is cheap, else read by window."""
+        axes = tuple(axes)
+        if value.axes == axes:
+            return value
+        if any(have is not None and have != want for have, want in zip(value.axes, axes, strict=True)):
+            raise Mixes(f"an array {describe(value.aval, value.axes)} is used as {describe(value.aval, axes)}")
+        key = (value, axes)
+        if key not in self._promoted:
+            self._promoted[key] = self._promote(value, axes)
+        return self._promoted[key]
+
+    def _promote(self, value: Value, axes: Axes) -> Value:
+        node = value.node
+        if node is not None and node.reduction is None and len(node.outputs) == 1 and not value.stored:
+            rule = rules.find(node.equation.primitive)
+            in_axes = rule.promote(node.equation, axes) if rule is not None else None
+            if in_axes is not None:
+                inputs = [self.promote(v, a) for v, a in zip(node.inputs, in_axes, strict=True)]
+                equation = dataclasses.replace(
+                    node.equation, in_axes=tuple(v.axes for v in inputs), constant=_constants(inputs)
+                )
+                return self._add(equation, inputs, [axes], None)[0]
+        if not value.available:
+            raise Mixes(
+                f"an array {describe(value.aval, value.axes)} is needed along a further tiled axis",
+                "name it with `checkpoint_name` and save that name in `policy`",
+            )
+        return self._view(value, axes)
+
+    @staticmethod
+    def _view(value: Value, axes: Axes) -> Value:
+        return Value(value.aval, axes, base=value.array, known=value.known)
+
+    def _unroll(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        """A `scan` over tiled values (a stack of equal layers, say), one iteration after the other."""
+        params, body = eqn.params, eqn.params["jaxpr"]
+        n_consts, n_carry = params["num_consts"], params["num_carry"]
+        consts, carry, xs = inputs[:n_consts], inputs[n_consts : n_consts + n_carry], inputs[n_consts + n_carry :]
+        steps = range(params["length"])
+        collected: list[list[Value]] = []
+        for i in reversed(steps) if params["reverse"] else steps:
+            items = [self._call(lambda x, i=i: x[i], [x]) for x in xs]
+            out = self.walk(body.jaxpr, _known(body.consts), [*consts, *carry, *items])
+            carry = out[:n_carry]
+            collected.append(out[n_carry:])
+        if params["reverse"]:
+            collected.reverse()
+        stacked = [self._call(lambda *parts: jax.numpy.stack(parts), list(parts)) for parts in zip(*collected, strict=True)]
+        return [*carry, *stacked]
+
+    def _call(self, fun: Callable[..., Any], inputs: list[Value]) -> Value:
+        closed = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs))
+        return self.walk(closed.jaxpr, [], inputs)[0]
+
+
+def _known(consts: Sequence[Any]) -> list[Value]:
+    return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
+
+
+def _constants(inputs: Sequence[Value]) -> Callable[[int], np.ndarray | None]:
+    return lambda i: constant(inputs[i])
+
+
+def constant(value: Value) -> np.ndarray | None:
+    """The value as a NumPy array, if it depends on no argument of the function; computed when first asked for."""
+    value = value.array
+    if value.known is None and value.node is not None and not value.tiled and len(value.node.outputs) == 1:
+        inputs = [constant(v) for v in value.node.inputs]
+        if all(i is not None for i in inputs):
+            with jax.ensure_compile_time_eval():
+                (value.known,) = value.node.equation.bind(*map(jax.numpy.asarray, inputs))
+    if value.known is None or isinstance(value.known, jax.core.Tracer) or not np.issubdtype(jax.typeof(value.known).dtype, np.generic):
+        return None
+    return np.asarray(value.known)
+
+
+def refuse(equation: Equation, refusal: Mixes) -> TilingError:
+    """A `TilingError` that says which primitive, where, on what shapes, why, and what to do."""
+    shapes = ", ".join(describe(a, axes) for a, axes in zip(equation.in_avals, equation.in_axes, strict=True))
+    advice = refusal.advice or "apply it outside `jaxtile.checkpoint`"
+    return TilingError(
+        f"cannot tile `{equation.primitive.name}` at {user_line(equation.source_info)}: {refusal.reason}. Its operands are "
+        f"{shapes} (* marks a tiled dimension). What to do: {advice}; or give its operands a name with "
+        "`jax.ad_checkpoint.checkpoint_name` and save that name in `policy`: what is stored whole may be mixed freely."
+    )

@@ -1,0 +1,247 @@
+"""Run a region: one loop over its tiles, and one more loop for its derivative.
+
+The forward loop reads windows of the inputs, computes a tile, and writes the targets' tiles in place. It keeps nothing. The
+backward loop reads the same windows, recomputes the tile, takes this tile's share of the targets' cotangents, pulls it back through
+the tile, and adds the result into place. Each element of a target belongs to one tile, so nothing is counted twice.
+
+Known inefficiencies: the backward loop holds the residuals of a whole tile, not of a part of it; a cotangent of a stored array is a
+second array of its size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from ._geometry import owned
+from ._graph import Value
+from ._regions import Region, Target
+from ._rules import Windows
+from ._rules._reductions import accumulation_dtype
+from ._tile import Column, lookup
+
+Array = jax.Array
+
+
+class Loop:
+    """The function of a region: whole arrays of its inputs and globals to whole arrays of its results."""
+
+    def __init__(self, region: Region):
+        assert region.plan is not None and region.grid is not None
+        self.region, self.plan = region, region.plan
+        table = self.plan.table
+        self.sources = [v.array for v in region.inputs]
+        self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
+        self.target_slots = [self._slots(t.value, self._tiles(t)) for t in region.targets]
+        self.result_slots = [
+            slots if t.reduction is None else self._slots(t.result, self._result_tiles(t))
+            for t, slots in zip(region.targets, self.target_slots, strict=True)
+        ]
+        self.ownership = [self._ownership(t) for t in region.targets]
+        self.rows = table.rows(region.grid)
+
+    def _slots(self, value: Value, windows: Windows):
+        """Per dimension, the start of each tile's window and its size."""
+        shape = value.aval.shape
+        add = self.plan.table.add
+        return [
+            (add(windows[d].axis, windows[d].starts), windows[d].size) if d in windows else (0, n)
+            for d, n in enumerate(shape)
+        ]
+
+    def _tiles(self, target: Target) -> Windows:
+        return self.plan.windows[target.value]
+
+    def _result_tiles(self, target: Target) -> Windows:
+        by_axis = {w.axis: w for w in self._tiles(target).values()}
+        return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
+
+    def _ownership(self, target: Target):
+        """Where tiles overlap: dimension, and how many leading positions each tile owns."""
+        return [
+            (d, self.plan.table.add(w.axis, owned(w, target.value.aval.shape[d])))
+            for d, w in self._tiles(target).items()
+            if (owned(w, target.value.aval.shape[d]) != w.size).any()
+        ]
+
+    def __call__(self, inputs: Sequence[Array], globals_: Sequence[Array]) -> list[Array]:
+        return _run(self, list(inputs), list(globals_))
+
+    def forward(self, inputs, globals_) -> tuple[list[Array], tuple]:
+        targets = self.region.targets
+        carry = [
+            t.reduction.reduction.start() if t.reduction else (jnp.zeros(t.value.aval.shape, t.value.aval.dtype),)
+            for t in targets
+        ]
+
+        def body(carry, row):
+            values = self._evaluate(self._windows(inputs, row), globals_, row)
+            new, remembered = [], []
+            for k, (target, value) in enumerate(zip(targets, values, strict=True)):
+                if target.reduction is None:
+                    new.append((_write(carry[k][0], value, self.result_slots[k], row),))
+                    continue
+                reduction = target.reduction.reduction
+                partial = reduction.partial(value, self._owned(k, value.shape, row))
+                held = tuple(_window(s, self.result_slots[k], row) for s in carry[k])
+                merged = reduction.merge(held, partial)
+                new.append(tuple(_write(s, m, self.result_slots[k], row) for s, m in zip(carry[k], merged, strict=True)))
+                remembered.append(reduction.remember(partial))
+            return new, remembered
+
+        states, remembered = lax.scan(body, carry, jnp.asarray(self.rows))
+        results = [
+            s[0] if t.reduction is None else t.reduction.reduction.finish(s) for t, s in zip(targets, states, strict=True)
+        ]
+        kept = [s for t, s in zip(targets, states, strict=True) if t.reduction is not None]
+        return results, (kept, remembered)
+
+    def backward(self, inputs, globals_, kept, remembered, cotangents, wanted):
+        """Cotangents of the wanted inputs and globals, None for the others."""
+        want_inputs, want_globals = wanted
+        targets = self.region.targets
+        carry = (
+            [jnp.zeros(x.shape, x.dtype) for x, w in zip(inputs, want_inputs, strict=True) if w],
+            [jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x, w in zip(globals_, want_globals, strict=True) if w],
+        )
+
+        def body(carry, xs):
+            row, remembered = xs
+            remembered = iter(remembered)
+            states = iter(kept)
+            windows = self._windows(inputs, row)
+
+            def tile(diff_windows, diff_globals):
+                return self._evaluate(_fill_in(windows, want_inputs, diff_windows), _fill_in(globals_, want_globals, diff_globals), row)
+
+            values, pull = jax.vjp(
+                tile, _select(windows, want_inputs), _select(globals_, want_globals)
+            )
+            shares = []
+            for k, (target, value) in enumerate(zip(targets, values, strict=True)):
+                own = self._owned(k, value.shape, row)
+                mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
+                if cotangents[k] is None or not jnp.issubdtype(value.dtype, jnp.inexact):
+                    shares.append(_zero_cotangent(value))
+                    continue
+                share = _window(cotangents[k], self.result_slots[k], row)
+                if target.reduction is not None:
+                    state = tuple(_window(s, self.result_slots[k], row) for s in state)
+                    share = target.reduction.reduction.pullback(value, own, mine, state, share)
+                shares.append(share if own is None else jnp.where(own, share, jnp.zeros_like(share)))
+            from_windows, from_globals = pull(shares)
+            sums, totals = carry
+            slots = _select(self.input_slots, want_inputs)
+            sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]
+            totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
+            return (sums, totals), None
+
+        (sums, totals), _ = lax.scan(body, carry, (jnp.asarray(self.rows), remembered))
+        totals = [t.astype(x.dtype) for t, x in zip(totals, _select(globals_, want_globals), strict=True)]
+        return _fill_in([None] * len(inputs), want_inputs, sums), _fill_in([None] * len(globals_), want_globals, totals)
+
+    def _windows(self, inputs, row):
+        return [_window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
+
+    def _evaluate(self, windows, globals_, row) -> list[Array]:
+        env = dict(zip(self.region.inputs, windows, strict=True))
+        env.update(zip(self.region.globals, globals_, strict=True))
+        self.plan.evaluate(env, row)
+        return [lookup(env, t.value) for t in self.region.targets]
+
+    def _owned(self, k: int, shape, row) -> Array | None:
+        mask = None
+        for d, slot in self.ownership[k]:
+            inside = lax.broadcasted_iota(np.int32, shape, d) < _at(slot, row)
+            mask = inside if mask is None else mask & inside
+        return mask
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(loop: Loop, inputs: list[Array], globals_: list[Array]) -> list[Array]:
+    return loop.forward(inputs, globals_)[0]
+
+
+def _run_forward(loop: Loop, inputs, globals_):
+    values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
+    wanted = jax.tree.map(lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact), (inputs, globals_), is_leaf=_is_primal)
+    results, (kept, remembered) = loop.forward(*values)
+    return results, (values, kept, remembered, _Static(wanted))
+
+
+def _run_backward(loop: Loop, residuals, cotangents):
+    (inputs, globals_), kept, remembered, wanted = residuals
+    cotangents = [None if isinstance(c, SymbolicZero) else c for c in cotangents]
+    return loop.backward(inputs, globals_, kept, remembered, cotangents, wanted.value)
+
+
+_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+
+
+def _is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A residual that is known while tracing."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def _key(self):
+        return str(self.value)
+
+    def __hash__(self):
+        return hash(self._key())
+
+    def __eq__(self, other):
+        return isinstance(other, _Static) and self._key() == other._key()
+
+
+def _at(slot, row):
+    return row[slot.index] if isinstance(slot, Column) else slot
+
+
+def _whole(x, slots) -> bool:
+    return all(slot == 0 and size == n for (slot, size), n in zip(slots, x.shape, strict=True))
+
+
+def _starts(slots, row):
+    return [jnp.asarray(_at(slot, row), np.int32) for slot, _ in slots]
+
+
+def _window(x: Array, slots, row) -> Array:
+    return x if _whole(x, slots) else lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
+
+
+def _write(x: Array, tile: Array, slots, row) -> Array:
+    return tile.astype(x.dtype) if _whole(x, slots) else lax.dynamic_update_slice(x, tile.astype(x.dtype), _starts(slots, row))
+
+
+def _add(x: Array, tile: Array, slots, row) -> Array:
+    return _write(x, _window(x, slots, row) + tile, slots, row)
+
+
+def _select(items, wanted):
+    return [x for x, w in zip(items, wanted, strict=True) if w]
+
+
+def _fill_in(items, wanted, replacements):
+    replacements = iter(replacements)
+    return [next(replacements) if w else x for x, w in zip(items, wanted, strict=True)]
+
+
+def _zero_cotangent(value: Array):
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)
+
+

@@ -1,0 +1,240 @@
+"""Cut the graph into regions, and put them in order.
+
+A *target* is a value that must exist as a whole array although it is tiled: stored by the policy, an output of the function, or the
+operand of a reduction over tiled axes. Everything a target needs beyond what is held already is computed inside the tiles of
+the *region* that computes the target; values needed by several regions are recomputed in each.
+
+A target's level is the longest chain of targets before it. Targets of one level that share work, or read the same stored array, are
+computed by one loop. Global equations run once, as they are, before the first region that needs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import EllipsisType
+
+from ._errors import TilingError, describe
+from ._geometry import partition
+from ._graph import Graph, Node, Value
+from ._rules import Windows
+from ._tile import TilePlan, plan
+
+Grid = tuple[int, ...] | None
+"""Tiles per tiled axis; None: not tiled and not recomputed, the equations run as plain JAX."""
+
+Tiles = Sequence[int] | Mapping[str | int | EllipsisType, Sequence[int] | None]
+
+
+@dataclasses.dataclass(eq=False)
+class Target:
+    """A tiled value to be computed in full, or reduced (`reduction` is then the node that does it)."""
+
+    value: Value
+    level: int
+    grid: Grid
+    reduction: Node | None = None
+
+    @property
+    def label(self) -> str:
+        if self.reduction is not None:
+            return self.reduction.equation.primitive.name
+        return self.value.name or "output"
+
+    @property
+    def axes(self) -> frozenset[int]:
+        return frozenset(a for a in self.value.axes if a is not None)
+
+    @property
+    def result(self) -> Value:
+        return self.value if self.reduction is None else self.reduction.outputs[0]
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """Targets that one tile loop computes together. `grid` maps each looped axis to its number of tiles; None: no loop."""
+
+    index: int
+    level: int
+    targets: list[Target]
+    nodes: list[Node]
+    inputs: list[Value]
+    """Tiled values that are read by window."""
+    globals: list[Value]
+    grid: dict[int, int] | None
+    plan: TilePlan | None = None
+
+    @property
+    def tiles(self) -> int:
+        return 1 if self.grid is None else math.prod(self.grid.values())
+
+
+@dataclasses.dataclass(eq=False)
+class Schedule:
+    """Global equations and regions, in the order in which they run."""
+
+    graph: Graph
+    steps: list[Node | Region]
+
+    @property
+    def regions(self) -> list[Region]:
+        return [step for step in self.steps if isinstance(step, Region)]
+
+
+def schedule(graph: Graph, tiles: Tiles, rank: int) -> Schedule:
+    """Regions of the graph on the given grids."""
+    levels = _levels(graph)
+    needed = _needed(graph)
+    targets = _targets(graph, levels, needed, tiles, rank)
+    regions = _regions(graph, targets)
+    _check_keys(tiles, regions)
+    for region in regions:
+        if region.grid is not None:
+            region.plan = plan(region.nodes, {t.value: target_windows(t, region.grid) for t in region.targets}, region.grid)
+    steps: list[Node | Region] = [n for n in graph.nodes if not n.tiled and any(v in needed for v in n.outputs)]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+
+    def when(step: Node | Region):
+        if isinstance(step, Region):
+            return step.level, 1, step.index
+        return max((levels[v] for v in step.outputs), default=0), 0, order[step]
+
+    return Schedule(graph, sorted([*steps, *regions], key=when))
+
+
+def target_windows(target: Target, grid: Mapping[int, int]) -> Windows:
+    shape = target.value.aval.shape
+    return {d: partition(a, shape[d], grid[a]) for d, a in enumerate(target.value.axes) if a is not None}
+
+
+def _levels(graph: Graph) -> dict[Value, int]:
+    """For each value the first level whose regions and equations may use it."""
+    levels: dict[Value, int] = {}
+
+    def of(value: Value) -> int:
+        return levels.get(value.array, 0)
+
+    for node in graph.nodes:
+        level = max((of(v) for v in node.inputs), default=0)
+        for value in node.outputs:
+            held_after_a_loop = node.reduction is not None or (value.tiled and value.stored)
+            levels[value] = level + 1 if held_after_a_loop else level
+    return levels
+
+
+def _needed(graph: Graph) -> set[Value]:
+    """All values that an output depends on."""
+    needed = {v.array for v in graph.outputs}
+    for node in reversed(graph.nodes):
+        if any(v in needed for v in node.outputs):
+            needed.update(v.array for v in node.inputs)
+    return needed
+
+
+def _targets(graph: Graph, levels, needed, tiles: Tiles, rank: int) -> list[Target]:
+    targets = []
+    for node in graph.nodes:
+        if node.reduction is not None and node.outputs[0] in needed:
+            target = Target(node.inputs[0], levels[node.outputs[0]] - 1, None, reduction=node)
+            target.grid = _grid_of(tiles, node.outputs[0].name, rank)
+            targets.append(target)
+        elif node.tiled and node.reduction is None:
+            for value in node.outputs:
+                if value.stored and value.tiled and value in needed:
+                    targets.append(Target(value, levels[value] - 1, _grid_of(tiles, value.name, rank)))
+    return targets
+
+
+def _grid_of(tiles: Tiles, name: str | None, rank: int) -> Grid:
+    if not isinstance(tiles, Mapping):
+        return _checked(tiles, rank, "`tiles`")
+    for key in (name, ...):
+        if key in tiles and key is not None:
+            return _checked(tiles[key], rank, f"`tiles[{'...' if key is ... else repr(key)}]`")
+    raise TilingError(
+        f"`tiles` (={dict(tiles)}) gives no grid for the region that computes {name or 'an unnamed value'!r}: add that name, "
+        "or the key `...` for all other regions"
+    )
+
+
+def _checked(grid, rank: int, what: str) -> Grid:
+    if grid is None:
+        return None
+    grid = tuple(grid)
+    if len(grid) != rank:
+        raise TilingError(f"{what} (={grid}) must have one number per tiled axis, and `in_axes` has {rank}")
+    if not all(isinstance(n, int) and n > 0 for n in grid):
+        raise TilingError(f"{what} (={grid}) must be positive integers")
+    return grid
+
+
+def _regions(graph: Graph, targets: list[Target]) -> list[Region]:
+    cones = {t: _cone(t.value) for t in targets}
+    groups: list[list[Target]] = []
+    for target in targets:
+        work = set().union(*cones[target])
+        related = [g for g in groups if _together(g[0], target) and any(work & set().union(*cones[t]) for t in g)]
+        groups = [g for g in groups if g not in related]
+        groups.append([t for g in related for t in g] + [target])
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    groups.sort(key=lambda g: (g[0].level, min(targets.index(t) for t in g)))
+    regions = []
+    for index, group in enumerate(groups):
+        nodes = sorted(set().union(*(cones[t][0] for t in group)), key=order.__getitem__)
+        inputs = dict.fromkeys(v for t in group for v in cones[t][1])
+        globals_ = dict.fromkeys(v for n in nodes for v in n.inputs if not v.tiled and v.array.known is None)
+        regions.append(Region(index, group[0].level, group, nodes, list(inputs), list(globals_), _loop_grid(group)))
+    return regions
+
+
+def _together(a: Target, b: Target) -> bool:
+    return a.level == b.level and a.axes == b.axes and a.grid == b.grid
+
+
+def _cone(target: Value) -> tuple[dict[Node, None], dict[Value, None]]:
+    """The equations that compute a target from what is held, and the tiled values that they read."""
+    nodes: dict[Node, None] = {}
+    inputs: dict[Value, None] = {}
+    pending = [target]
+    first = True
+    while pending:
+        value = pending.pop()
+        computed = value.node is not None and value.node.reduction is None and value.base is None
+        if computed and (first or not value.stored):
+            if value.node not in nodes:
+                nodes[value.node] = None
+                pending.extend(v for v in value.node.inputs if v.tiled)
+        else:
+            inputs[value] = None
+        first = False
+    return nodes, inputs
+
+
+def _loop_grid(group: list[Target]) -> dict[int, int] | None:
+    grid = group[0].grid
+    if grid is None:
+        return None
+    counts = {axis: grid[axis] for axis in sorted(group[0].axes)}
+    for target in group:
+        for d, axis in enumerate(target.value.axes):
+            length = target.value.aval.shape[d]
+            if axis is not None and counts[axis] > length:
+                raise TilingError(
+                    f"{counts[axis]} tiles along tiled axis {axis} are more than the {length} rows of {target.label!r}, "
+                    f"{describe(target.value.aval, target.value.axes)}: use at most {length} tiles, or give its region a grid "
+                    "of its own with `tiles={name: grid, ...: grid}`"
+                )
+    return counts
+
+
+def _check_keys(tiles: Tiles, regions: list[Region]) -> None:
+    if not isinstance(tiles, Mapping):
+        return
+    known = {t.value.name for r in regions for t in r.targets if t.reduction is None and t.value.name}
+    unknown = [k for k in tiles if k is not ... and k not in known]
+    if unknown:
+        raise TilingError(
+            f"`tiles` has a grid for {unknown[0]!r}, but no stored value has that name; stored are {sorted(known)}. "
+            "A value is stored if `policy` saves it, or if it is an output."
+        )

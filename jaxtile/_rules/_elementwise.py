@@ -1,0 +1,54 @@
+"""Primitives that work position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, register
+
+_PRIMITIVES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp clz
+complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mul_no_nan name ne neg
+nextafter not one_minus_square or polygamma polynomial population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt
+select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32
+xor zeta
+""".split()
+
+
+@register(*_PRIMITIVES)
+class Elementwise(Rule):
+    """Operands have the output's shape, or 1 in a dimension to be repeated, or no dimensions at all (a scalar)."""
+
+    def axes(self, eqn: Equation):
+        shape = eqn.out_avals[0].shape
+        aligned = [_aligned(axes, len(shape)) for axes in eqn.in_axes]
+        out = merge(eqn.primitive, aligned)
+        return _operand_axes(eqn, out), (out,) * len(eqn.out_avals)
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        return _operand_axes(eqn, out_axes)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        window = joint(eqn, windows)
+        needs = [Need(_repeated(aval, axes, window)) for aval, axes in zip(eqn.in_avals, eqn.in_axes, strict=True)]
+        return Step(needs, lambda scalars, *operands: eqn.bind(*operands), produced=[window] * len(eqn.out_avals))
+
+
+def _aligned(axes: Axes, rank: int) -> Axes:
+    return axes if len(axes) == rank else (None,) * rank
+
+
+def _operand_axes(eqn: Equation, out: Axes) -> list[Axes]:
+    """An operand carries the output's axes where it has the output's size; a size-1 dimension is left as it is."""
+    shape = eqn.out_avals[0].shape
+    return [
+        tuple(o if n == m else a for a, o, n, m in zip(axes, out, aval.shape, shape, strict=True)) if aval.shape else ()
+        for aval, axes in zip(eqn.in_avals, eqn.in_axes, strict=True)
+    ]
+
+
+def _repeated(aval, axes: Axes, out: Windows) -> Windows:
+    """The windows of an operand whose size-1 dimensions are repeated along the output's."""
+    dims = [d for d, axis in enumerate(axes) if axis is not None]
+    return {d: out[d] if aval.shape[d] > 1 else out[d].moved(0, 1) for d in dims if d in out}

@@ -1,0 +1,182 @@
+"""What a rule is, and the table of all rules.
+
+A rule answers three questions about one primitive, and knows nothing of loops, regions or policies:
+
+* `axes`: which dimensions of the outputs carry which tiled axis, given those of the inputs;
+* `step`: to produce these windows of the outputs, which windows of the inputs are needed, and how is it computed from them;
+* `promote`: could this equation, so far untiled, be evaluated window by window (`iota`, a broadcast, random bits)?
+
+A reduction over a tiled axis is not a step, because it needs every tile: such a rule also answers `reduction`.
+
+Rules are registered by primitive *name*: some primitives exist only in some of the supported JAX versions, and several are
+not exported at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from .._errors import Mixes
+from .._geometry import Window, hull
+
+Axes = tuple[int | None, ...]
+"""Per array dimension, the tiled axis that it carries, or None."""
+
+Windows = dict[int, Window]
+"""Per dimension that carries a tiled axis, the window of each tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One application of a primitive, as a rule sees it. `out_axes` is empty while the rule is asked for it."""
+
+    primitive: Any
+    params: Mapping[str, Any]
+    in_avals: tuple[Any, ...]
+    in_axes: tuple[Axes, ...]
+    out_avals: tuple[Any, ...]
+    out_axes: tuple[Axes, ...] = ()
+    constant: Callable[[int], np.ndarray | None] = lambda i: None
+    """The value of operand `i` if it does not depend on any argument of the function."""
+    source_info: Any = None
+
+    def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
+        """Apply the primitive to other operands, with some of its parameters changed."""
+        out = self.primitive.bind(*operands, **self.primitive.get_bind_params({**self.params, **changed}))
+        return list(out) if self.primitive.multiple_results else [out]
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """The windows wanted of one operand. They may stick out of the array; `fill` is what is read there."""
+
+    windows: Windows
+    fill: Any = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How to produce windows of an equation's outputs.
+
+    `evaluate(scalars, *operands)` gets every operand cut to exactly what was needed of it (untiled operands whole; a tiled
+    dimension that no window was asked for, whole), and for each window in `positions` its start in the current tile. It returns the outputs on the windows in `produced`, by
+    default exactly those that were asked for; the caller crops.
+    """
+
+    needs: Sequence[Need | None]
+    evaluate: Callable[..., Sequence[jax.Array]]
+    positions: Sequence[Window] = ()
+    produced: Sequence[Windows] | None = None
+
+
+class Rule(Protocol):
+    """The rule of a primitive; see the module's docstring. Most rules override `axes` and `step` only."""
+
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
+        """The axes that the inputs must carry (an untiled input is then read by window) and those of the outputs."""
+        ...
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        """How to produce these windows of the outputs. None: that output is not wanted; a sole output always is."""
+        ...
+
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
+        """Axes that the inputs need so that the output carries `out_axes`; None if it must be computed whole."""
+        return None
+
+    def reduction(self, eqn: Equation) -> Reduction | None:
+        """How to accumulate over tiles, if this equation reduces over a tiled axis."""
+        return None
+
+    def whole_cotangent(self, eqn: Equation) -> bool:
+        """Must the backward rule see an element's whole cotangent, not just one tile's share? Then the output is stored."""
+        return False
+
+
+class Reduction(Protocol):
+    """A reduction over tiled axes, as an accumulation over tiles. A state is a tuple of arrays shaped like the result."""
+
+    def start(self) -> tuple[jax.Array, ...]: ...
+
+    def partial(self, operand: jax.Array, owned: jax.Array | None) -> tuple[jax.Array, ...]:
+        """The state of one tile. `owned` is False where an element belongs to another tile."""
+        ...
+
+    def merge(self, state: tuple[jax.Array, ...], partial: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]: ...
+
+    def finish(self, state: tuple[jax.Array, ...]) -> jax.Array: ...
+
+    def remember(self, partial: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """What the backward pass must know of this tile that it cannot recompute bit for bit. It is stored per tile."""
+        return ()
+
+    def pullback(self, operand, owned, remembered, state, cotangent) -> jax.Array:
+        """The operand's cotangent in one tile, from the final state and the result's cotangent."""
+        ...
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def register(*primitives: str) -> Callable[[type], type]:
+    """Class decorator: one instance of the class is the rule of each of the named primitives."""
+
+    def decorate(cls: type) -> type:
+        rule = cls()
+        for name in primitives:
+            if name in _RULES:
+                raise ValueError(f"primitive {name!r} has a rule already")
+            _RULES[name] = rule
+        return cls
+
+    return decorate
+
+
+def find(primitive: Any) -> Rule | None:
+    return _RULES.get(primitive.name)
+
+
+def names() -> list[str]:
+    """The primitives that have a rule."""
+    return sorted(_RULES)
+
+
+def tiled(axes: Axes) -> bool:
+    return any(a is not None for a in axes)
+
+
+def untiled(aval: Any) -> Axes:
+    return (None,) * len(aval.shape)
+
+
+def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
+    """The axes of a value that is combined position by position from values with these axes."""
+    merged = []
+    for dim, labels in enumerate(zip(*axes, strict=True)):
+        found = {label for label in labels if label is not None}
+        if len(found) > 1:
+            raise Mixes(f"`{primitive.name}` combines different tiled axes {sorted(found)} in dimension {dim}")
+        merged.append(found.pop() if found else None)
+    repeated = {a for a in merged if a is not None and merged.count(a) > 1}
+    if repeated:
+        raise Mixes(f"`{primitive.name}` would carry tiled axis {min(repeated)} in two dimensions")
+    return tuple(merged)
+
+
+def joint(eqn: Equation, windows: Sequence[Windows | None], shape: Sequence[int] | None = None) -> Windows:
+    """One window that holds those of all outputs, for primitives whose outputs are alike."""
+    wanted = [w for w in windows if w is not None]
+    shape = eqn.out_avals[0].shape if shape is None else shape
+    return {d: hull([w[d] for w in wanted], shape[d]) for d in wanted[0]}
+
+
+def forbid(eqn: Equation, operand: int, dims: Sequence[int], what: str) -> None:
+    """Refuse if one of these dimensions of an operand is tiled."""
+    for dim in dims:
+        if eqn.in_axes[operand][dim] is not None:
+            raise Mixes(f"`{eqn.primitive.name}` {what}, and dimension {dim} of operand {operand} is tiled")

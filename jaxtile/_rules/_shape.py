@@ -1,0 +1,353 @@
+"""Primitives that move values around: broadcasts, transposes, slices, pads, concatenations, reversals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._errors import Mixes
+from .._geometry import Window
+from ._registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, register, untiled
+
+
+def coordinates(start, shape: Sequence[int], dim: int):
+    """The position along `dim` of every element of a window that begins at `start`."""
+    return start + lax.broadcasted_iota(np.int32, tuple(shape), dim)
+
+
+def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
+    return tuple(windows[d].size if d in windows else n for d, n in enumerate(shape))
+
+
+@register("broadcast_in_dim")
+class Broadcast(Rule):
+    def axes(self, eqn: Equation):
+        out: list[int | None] = [None] * len(eqn.params["shape"])
+        for i, o in enumerate(eqn.params["broadcast_dimensions"]):
+            out[o] = eqn.in_axes[0][i]
+        return eqn.in_axes, [tuple(out)]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
+        sizes = eqn.in_avals[0].shape
+        operand = tuple(
+            out_axes[o] if n == shape[o] else a for n, o, a in zip(sizes, dims, eqn.in_axes[0], strict=True)
+        )
+        return [operand]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), dims, sizes = windows, eqn.params["broadcast_dimensions"], eqn.in_avals[0].shape
+        tiled = {i: window[o] for i, o in enumerate(dims) if eqn.in_axes[0][i] is not None}
+        need = {i: w if sizes[i] == eqn.params["shape"][dims[i]] else w.moved(0, 1) for i, w in tiled.items()}
+        shape = local_shape(eqn.params["shape"], window)
+        return Step([Need(need)], lambda scalars, x: [lax.broadcast_in_dim(x, shape, dims)])
+
+
+@register("transpose")
+class Transpose(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, [tuple(eqn.in_axes[0][p] for p in eqn.params["permutation"])]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        operand = dict(zip(eqn.params["permutation"], out_axes, strict=True))
+        return [tuple(operand[d] for d in range(len(out_axes)))]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        need = {eqn.params["permutation"][o]: w for o, w in windows[0].items()}
+        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+
+
+@register("squeeze")
+class Squeeze(Rule):
+    """Dropping a tiled dimension of size 1 is allowed: every tile then reads that one position."""
+
+    @staticmethod
+    def _kept(eqn: Equation) -> list[int]:
+        return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
+
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in self._kept(eqn))]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        operand = list(eqn.in_axes[0])
+        for d, axis in zip(self._kept(eqn), out_axes, strict=True):
+            operand[d] = axis
+        return [tuple(operand)]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        need = {self._kept(eqn)[o]: w for o, w in windows[0].items()}
+        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+
+
+@register("slice")
+class Slice(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, eqn.in_axes
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+        strides = list(eqn.params["strides"] or (1,) * len(starts))
+        need = {}
+        for d, window in windows[0].items():
+            size = (window.size - 1) * strides[d] + 1
+            need[d] = window.moved(window.starts * strides[d] + starts[d], size)
+            starts[d], limits[d] = 0, size
+        return Step([Need(need)], lambda scalars, x: [lax.slice(x, starts, limits, strides)])
+
+
+@register("split")
+class Split(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, [eqn.in_axes[0]] * len(eqn.out_avals)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        dim, sizes = eqn.params["axis"], eqn.params["sizes"]
+        if eqn.in_axes[0][dim] is None:
+            window = joint(eqn, windows)
+            return Step([Need(window)], lambda scalars, x: eqn.bind(x), produced=[window] * len(sizes))
+        # What is read for all parts together holds each of them: the caller crops a part out of it.
+        begins = np.cumsum([0, *sizes[:-1]])
+        shifted = [
+            w and {**w, dim: w[dim].moved(w[dim].starts + begin, w[dim].size)} for w, begin in zip(windows, begins, strict=True)
+        ]
+        read = joint(eqn, shifted, eqn.in_avals[0].shape)
+        along = read[dim]
+        produced = [{**read, dim: along.moved(along.starts - begin, along.size)} for begin in begins]
+        return Step([Need(read)], lambda scalars, x: [x] * len(sizes), produced=produced)
+
+
+@register("dynamic_slice")
+class DynamicSlice(Rule):
+    """A slice whose start is known only at run time must take the tiled dimensions whole."""
+
+    def axes(self, eqn: Equation):
+        for d, axis in enumerate(eqn.in_axes[0]):
+            whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
+            if axis is not None and not whole and eqn.constant(1 + d) is None:
+                raise Mixes(f"`dynamic_slice` along tiled dimension {d} starts at a value computed at run time")
+        return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        sizes = local_shape(eqn.params["slice_sizes"], windows[0])
+        need = {}
+        for d, window in windows[0].items():
+            room = eqn.in_avals[0].shape[d] - eqn.params["slice_sizes"][d]
+            start = int(np.clip(eqn.constant(1 + d), 0, room)) if room else 0
+            need[d] = window.moved(window.starts + start, window.size)
+
+        def evaluate(scalars, x, *starts):
+            starts = [jnp.zeros_like(s) if d in need else s for d, s in enumerate(starts)]
+            return [lax.dynamic_slice(x, starts, sizes)]
+
+        return Step([Need(need), *[None] * (len(eqn.in_avals) - 1)], evaluate)
+
+
+@register("dynamic_update_slice")
+class DynamicUpdateSlice(Rule):
+    """The update must span the tiled dimensions: then it is tiled like the array it goes into."""
+
+    def axes(self, eqn: Equation):
+        axes = merge(eqn.primitive, eqn.in_axes[:2])
+        for d, axis in enumerate(axes):
+            if axis is not None and eqn.in_avals[0].shape[d] != eqn.in_avals[1].shape[d]:
+                raise Mixes(f"`dynamic_update_slice` changes a part of tiled dimension {d}", "use `concatenate` or `where`")
+        return [axes, axes, *map(untiled, eqn.in_avals[2:])], [axes]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        def evaluate(scalars, x, update, *starts):
+            starts = [jnp.zeros_like(s) if d in windows[0] else s for d, s in enumerate(starts)]
+            return [lax.dynamic_update_slice(x, update, starts)]
+
+        return Step([Need(windows[0]), Need(windows[0]), *[None] * (len(eqn.in_avals) - 2)], evaluate)
+
+
+@register("rev")
+class Reverse(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, eqn.in_axes
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        length = eqn.in_avals[0].shape
+        need = {
+            d: w.moved(length[d] - w.stops, w.size) if d in eqn.params["dimensions"] else w for d, w in windows[0].items()
+        }
+        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+
+
+@register("concatenate")
+class Concatenate(Rule):
+    def axes(self, eqn: Equation):
+        dim = eqn.params["dimension"]
+        axes = merge(eqn.primitive, eqn.in_axes)
+        return [axes] * len(eqn.in_axes), [axes] if dim is not None else []
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        return [out_axes] * len(eqn.in_axes) if out_axes[eqn.params["dimension"]] is None else None
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), dim = windows, eqn.params["dimension"]
+        if dim not in window:
+            return Step([Need(window)] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts))
+        ends = np.cumsum([aval.shape[dim] for aval in eqn.in_avals])
+        along = window[dim]
+        needs = [Need({**window, dim: along.moved(along.starts - begin, along.size)}) for begin in [0, *ends[:-1]]]
+
+        def evaluate(scalars, *parts):
+            # Every part was read on the whole window, zeros where it has nothing; each position takes its own part.
+            position = coordinates(scalars[0], parts[0].shape, dim)
+            out = parts[-1]
+            for part, end in zip(parts[-2::-1], ends[-2::-1], strict=True):
+                out = jnp.where(position < int(end), part, out)
+            return [out]
+
+        return Step(needs, evaluate, positions=[along])
+
+
+@register("pad")
+class Pad(Rule):
+    """Padding before, after (both may be negative: a crop) and between elements."""
+
+    def axes(self, eqn: Equation):
+        return [eqn.in_axes[0], ()], [eqn.in_axes[0]]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), value = windows, eqn.constant(1)
+        padding, need, produced, masked = list(eqn.params["padding_config"]), {}, {}, {}
+        for d, w in window.items():
+            before, _, between = padding[d]
+            pitch = between + 1
+            misaligned = (w.starts - before) % pitch
+            first = (w.starts - misaligned - before) // pitch
+            size = w.size + int(misaligned.max())
+            count = -(-size // pitch)
+            need[d] = w.moved(first, count)
+            produced[d] = w.moved(w.starts - misaligned, size)
+            padding[d] = (0, size - ((count - 1) * pitch + 1), between)
+            masked[d] = (before, pitch, eqn.in_avals[0].shape[d])
+        if value is not None:
+            fill = value[()]
+            return Step([Need(need, fill), None], lambda scalars, x, v: [lax.pad(x, v, padding)], produced=[produced])
+
+        def evaluate(scalars, x, v):
+            inside = True
+            out = lax.pad(x, v, padding)
+            for (d, (before, pitch, length)), start in zip(masked.items(), scalars, strict=True):
+                position = coordinates(start, out.shape, d) - before
+                inside &= (position >= 0) & (position < (length - 1) * pitch + 1)
+            return [jnp.where(inside, out, v)]
+
+        return Step([Need(need), None], evaluate, positions=list(produced.values()), produced=[produced])
+
+
+@register("reshape")
+class Reshape(Rule):
+    """A tiled dimension may be split or merged with the dimensions after it, but not folded under another one.
+
+    Rows of a tiled dimension of size `p`, each of `P` elements, become rows of size-`q` dimension of `Q` elements. If one
+    of `P` and `Q` divides the other, rows map to whole groups of rows: nearest upsampling, space-to-depth, grouped channels.
+    """
+
+    def axes(self, eqn: Equation):
+        (axes,), out = eqn.in_axes, [None] * len(eqn.out_avals[0].shape)
+        for dim, axis in enumerate(axes):
+            if axis is not None:
+                found, _, _ = _counterpart(eqn.in_avals[0].shape, eqn.out_avals[0].shape, dim)
+                if found is not None:
+                    out[found] = axis
+        return eqn.in_axes, [tuple(out)]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        operand: list[int | None] = [None] * len(eqn.in_avals[0].shape)
+        try:
+            for dim, axis in enumerate(out_axes):
+                if axis is not None:
+                    found, _, _ = _counterpart(eqn.out_avals[0].shape, eqn.in_avals[0].shape, dim)
+                    if found is not None:
+                        operand[found] = axis
+        except Mixes:
+            return None
+        return [tuple(operand)]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        need: Windows = {}
+        produced: Windows = {}
+        for dim, axis in enumerate(eqn.in_axes[0]):
+            if axis is None:
+                continue
+            out, rows, out_rows = _counterpart(eqn.in_avals[0].shape, eqn.out_avals[0].shape, dim)
+            if out is None or eqn.out_axes[0][out] is None:
+                continue
+            need[dim], produced[out] = _regrouped(windows[0][out], rows, out_rows)
+        shape = local_shape(eqn.out_avals[0].shape, produced)
+        return Step([Need(need)], lambda scalars, x: [lax.reshape(x, shape)], produced=[produced])
+
+
+def _regrouped(window: Window, elements: int, out_elements: int) -> tuple[Window, Window]:
+    """Input rows of `elements` elements that make up the output rows `window` of `out_elements` elements each."""
+    if out_elements % elements == 0:
+        k = out_elements // elements
+        return window.moved(window.starts * k, window.size * k), window
+    k = elements // out_elements
+    first = window.starts // k
+    count = int(((window.stops - 1) // k + 1 - first).max())
+    return window.moved(first, count), window.moved(first * k, count * k)
+
+
+def _counterpart(shape: Sequence[int], other: Sequence[int], dim: int) -> tuple[int | None, int, int]:
+    """The dimension of `other` that holds the rows of `shape`'s `dim`, and the elements per row on either side.
+
+    Both shapes are split into the shortest runs of dimensions with equal products; `dim` must be the first of its run. A
+    dimension of size 1 matches one of size 1 in the same place, or none (it was squeezed away).
+    """
+    if shape[dim] == 1:
+        before = math.prod(shape[:dim])
+        ones = [d for d, n in enumerate(other) if n == 1 and math.prod(other[:d]) == before]
+        return (ones[0] if ones else None), 1, 1
+    left = [d for d, n in enumerate(shape) if n != 1]
+    right = [d for d, n in enumerate(other) if n != 1]
+    for run, other_run in _runs(shape, other, left, right):
+        if dim not in run:
+            continue
+        rows = math.prod(shape[d] for d in run[1:])
+        other_rows = math.prod(other[d] for d in other_run[1:])
+        if run[0] != dim or (rows % other_rows and other_rows % rows):
+            break
+        return other_run[0], rows, other_rows
+    raise Mixes(
+        f"`reshape` from {tuple(shape)} to {tuple(other)} folds tiled dimension {dim} into another one",
+        "keep the tiled axis a dimension of its own, or the first of those that are merged",
+    )
+
+
+def _runs(shape, other, left: list[int], right: list[int]):
+    """Pairs of shortest runs of dimensions (of sizes other than 1) with equal products."""
+    while left:
+        i = j = 1
+        while (a := math.prod(shape[d] for d in left[:i])) != (b := math.prod(other[d] for d in right[:j])):
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        yield left[:i], right[:j]
+        left, right = left[i:], right[j:]
+
+
+@register("iota")
+class Iota(Rule):
+    def axes(self, eqn: Equation):
+        return [], [untiled(eqn.out_avals[0])]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        return []
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), dim = windows, eqn.params["dimension"]
+        shape, dtype = local_shape(eqn.params["shape"], window), eqn.params["dtype"]
+        along = [window[dim]] if dim in window else []
+
+        def evaluate(scalars):
+            position = coordinates(scalars[0] if along else 0, shape, dim)
+            return [position.astype(dtype)]
+
+        return Step([], evaluate, positions=along)

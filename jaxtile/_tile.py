@@ -1,0 +1,239 @@
+"""One tile: which window of every value it needs (planned backwards), and how it computes them (evaluated forwards).
+
+Planning walks the equations from the wanted windows back to the inputs. The window of a value is the hull of what its readers
+demand, clipped to the array and of one size for all tiles, so regions shrink from layer to layer. Evaluation walks forwards; each
+reader cuts what it asked for out of the value's window, and supplies its own padding where that lies outside the array.
+
+All positions are integers known while tracing, one per tile. Those that differ between tiles become *columns* of a table
+with one row per tile, and the tile loop is a scan over its rows; those that do not are plain numbers in the program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._geometry import Window, hull
+from ._graph import Node, Value
+from ._rules import Need, Step, Windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A position that differs from tile to tile: which column of the table holds it."""
+
+    index: int
+
+
+@dataclasses.dataclass
+class Table:
+    """Per column, the tiled axis it depends on and its value for every tile along that axis."""
+
+    columns: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
+    _seen: dict[tuple, int] = dataclasses.field(default_factory=dict)
+
+    def add(self, axis: int, values: np.ndarray) -> int | Column:
+        if (values == values[0]).all():
+            return int(values[0])
+        key = (axis, *values.tolist())
+        if key not in self._seen:
+            self._seen[key] = len(self.columns)
+            self.columns.append((axis, values))
+        return Column(self._seen[key])
+
+    def rows(self, grid: Mapping[int, int]) -> np.ndarray:
+        """One row per tile, in the order of the grid's axes, the last one fastest."""
+        axes = sorted(grid)
+        index = np.indices([grid[a] for a in axes]).reshape(len(axes), -1)
+        tiles = int(np.prod([grid[a] for a in axes]))
+        columns = [values[index[axes.index(axis)]] for axis, values in self.columns]
+        return np.stack(columns, axis=1).astype(np.int32) if columns else np.zeros((tiles, 0), np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Read the window `wanted` out of an array that holds the window `held`, `fill` where it does not reach."""
+
+    dims: tuple[tuple[int, Any, int, int, int, int], ...]
+    fill: Any
+
+    @classmethod
+    def of(cls, table: Table, held: Windows, wanted: Windows, fill: Any) -> Cut | None:
+        dims = []
+        for d, want in wanted.items():
+            have = held[d]
+            offsets = np.clip(want.starts - have.starts, -want.size, have.size)
+            if (offsets == 0).all() and want.size == have.size:
+                continue
+            slot = table.add(want.axis, offsets)
+            dims.append((d, slot, int(offsets.min()), int(offsets.max()), have.size, want.size))
+        return cls(tuple(dims), fill) if dims else None
+
+    def __call__(self, x: jax.Array, scalars: Sequence[jax.Array]) -> jax.Array:
+        fixed = [(d, slot, want) for d, slot, _, _, _, want in self.dims if not isinstance(slot, Column)]
+        moving = [dim for dim in self.dims if isinstance(dim[1], Column)]
+        fill = np.asarray(self.fill).astype(x.dtype) if self.fill is not None else np.zeros((), x.dtype)
+        padding = [(0, 0, 0)] * x.ndim
+        for d, offset, want in fixed:
+            padding[d] = (-offset, offset + want - x.shape[d], 0)
+        if fixed:
+            x = lax.pad(x, fill, padding)
+        if not moving:
+            return x
+        offsets = [scalars[slot.index] for _, slot, *_ in moving]
+        spec = tuple((d, lo, hi, want) for d, _, lo, hi, _, want in moving)
+        if jnp.issubdtype(x.dtype, jnp.inexact):
+            return _shift(spec, float(fill), x, offsets)
+        return _read(spec, fill, x, offsets)
+
+
+def _read(spec, fill, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
+    """`y[j] = x[j + offset]`, `fill` outside of `x`. `spec`: dimension, smallest and largest offset, size of `y`."""
+    padding, starts, sizes = [(0, 0, 0)] * x.ndim, [jnp.int32(0)] * x.ndim, list(x.shape)
+    for (d, lo, hi, size), offset in zip(spec, offsets, strict=True):
+        before, after = max(0, -lo), max(0, hi + size - x.shape[d])
+        padding[d], starts[d], sizes[d] = (before, after, 0), offset + before, size
+    if any(p != (0, 0, 0) for p in padding):
+        x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
+    return lax.dynamic_slice(x, starts, sizes)
+
+
+# The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward read does; left to JAX it would be
+# an update of an array of zeros.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _shift(spec, fill: float, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
+    return _read(spec, fill, x, offsets)
+
+
+def _shift_forward(spec, fill, x, offsets):
+    return _read(spec, fill, x, offsets), ([x.shape[d] for d, *_ in spec], offsets)
+
+
+def _shift_backward(spec, fill, residuals, cotangent):
+    sizes, offsets = residuals
+    back = tuple((d, -hi, -lo, size) for (d, lo, hi, _), size in zip(spec, sizes, strict=True))
+    return _read(back, 0, cotangent, [-o for o in offsets]), [None for _ in offsets]
+
+
+_shift.defvjp(_shift_forward, _shift_backward)
+
+
+@dataclasses.dataclass(eq=False)
+class Instruction:
+    """One equation of a tile: how its operands are cut, how it is computed, how its outputs are cropped."""
+
+    node: Node
+    step: Step
+    reads: list[Cut | None]
+    positions: list[int | Column]
+    crops: list[Cut | None]
+
+
+@dataclasses.dataclass(eq=False)
+class TilePlan:
+    """All windows of one tile, and the instructions that compute the wanted ones from those of the inputs."""
+
+    windows: dict[Value, Windows]
+    instructions: list[Instruction | Node]
+    table: Table
+
+    def evaluate(self, env: dict[Value, jax.Array], scalars: Sequence[jax.Array]) -> dict[Value, jax.Array]:
+        """Extend `env` (windows of tiled inputs, whole global inputs) by all values of the tile."""
+
+        def resolve(slot):
+            return scalars[slot.index] if isinstance(slot, Column) else slot
+
+        for item in self.instructions:
+            if isinstance(item, Node):
+                operands = [lookup(env, v) for v in item.inputs]
+                env.update(zip(item.outputs, item.equation.bind(*operands), strict=True))
+                continue
+            operands = [
+                x if cut is None else cut(x, scalars)
+                for x, cut in zip((lookup(env, v) for v in item.node.inputs), item.reads, strict=True)
+            ]
+            outputs = item.step.evaluate([resolve(p) for p in item.positions], *operands)
+            for value, out, crop in zip(item.node.outputs, outputs, item.crops, strict=True):
+                if value in self.windows or not value.tiled:
+                    env[value] = out if crop is None else crop(out, scalars)
+        return env
+
+
+def lookup(env: Mapping[Value, jax.Array], value: Value) -> jax.Array:
+    if value not in env and value.base is not None and not value.tiled:
+        return lookup(env, value.base)
+    return value.known if value not in env and value.known is not None else env[value]
+
+
+def plan(
+    nodes: Sequence[Node], wanted: Mapping[Value, Windows], grid: Mapping[int, int], table: Table | None = None
+) -> TilePlan:
+    """Windows and instructions for the wanted windows. `nodes` in topological order; what is not needed is left out."""
+    demands: dict[Value, list[Windows]] = {value: [windows] for value, windows in wanted.items()}
+    windows: dict[Value, Windows] = {}
+    table = Table() if table is None else table
+    backwards: list[Instruction | Node] = []
+    needed_globals: set[Value] = set()
+
+    def settle(value: Value) -> Windows:
+        """The hull of all demands on a value; nobody will ask for more."""
+        if value not in windows:
+            asked = demands[value]
+            windows[value] = {
+                d: hull([a[d] for a in asked], value.aval.shape[d]) for d, axis in enumerate(value.axes) if axis is not None
+            }
+        return windows[value]
+
+    for node in reversed(nodes):
+        if not node.tiled or node.reduction is not None:
+            if any(v in needed_globals or v in wanted for v in node.outputs):
+                backwards.append(node)
+                for v in node.inputs:
+                    if not v.tiled:
+                        needed_globals.add(v)
+            continue
+        if not any(v in demands for v in node.outputs):
+            continue
+        out = [settle(v) if v in demands else None for v in node.outputs]
+        step = node.rule.step(node.equation, out)
+        reads: list[Need | None] = []
+        for value, need in zip(node.inputs, step.needs, strict=True):
+            if not value.tiled:
+                needed_globals.add(value)
+                reads.append(None)
+                continue
+            need = need if need is not None else Need({})
+            whole = {
+                d: Window(axis, np.zeros(grid.get(axis, 1), np.int64), value.aval.shape[d])
+                for d, axis in enumerate(value.axes)
+                if axis is not None and d not in need.windows
+            }
+            need = Need({**need.windows, **whole}, need.fill)
+            demands.setdefault(value, []).append(need.windows)
+            reads.append(need)
+        backwards.append(Instruction(node, step, reads, [], []))
+
+    for item in backwards:
+        if isinstance(item, Node):
+            continue
+        step = item.step
+        item.reads = [
+            None if need is None else Cut.of(table, settle(v), need.windows, need.fill)
+            for v, need in zip(item.node.inputs, item.reads, strict=True)
+        ]
+        item.positions = [table.add(w.axis, w.starts) for w in step.positions]
+        produced = step.produced or [windows.get(v, {}) for v in item.node.outputs]
+        item.crops = [
+            Cut.of(table, have, windows[v], 0) if v in windows else None
+            for v, have in zip(item.node.outputs, produced, strict=True)
+        ]
+    for value in demands:
+        settle(value)
+    return TilePlan(windows, backwards[::-1], table)
