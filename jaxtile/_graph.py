@@ -45,6 +45,8 @@ class Value:
     base: Value | None = None
     known: Any = None
     stored: bool = False
+    whole_cotangent: bool = False
+    """Its backward rule must see the whole cotangent of each element, once."""
     name: str | None = None
 
     @property
@@ -151,6 +153,7 @@ class _Builder:
             out_avals=tuple(v.aval for v in eqn.outvars),
             constant=lambda i: constant(inputs[i]),
             source_info=eqn.source_info,
+            effects=eqn.effects,
         )
         if not any(v.tiled for v in inputs):
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
@@ -169,9 +172,10 @@ class _Builder:
         equation = dataclasses.replace(equation, in_axes=tuple(v.axes for v in inputs), constant=_constants(inputs))
         equation = dataclasses.replace(equation, out_axes=tuple(out_axes))
         outputs = self._add(equation, inputs, out_axes, rule.reduction(equation))
-        if self._saved(eqn, inputs) or rule.whole_cotangent(equation):
+        whole_cotangent = rule.whole_cotangent(equation)
+        if whole_cotangent or self._saved(eqn, inputs):
             for value in outputs:
-                value.stored = value.tiled
+                value.stored, value.whole_cotangent = value.tiled, whole_cotangent
         return outputs
 
     def _add(self, equation: Equation, inputs, out_axes, reduction: Reduction | None) -> tuple[Value, ...]:

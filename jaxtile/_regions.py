@@ -92,13 +92,15 @@ def schedule(graph: Graph, tiles: Tiles, rank: int) -> Schedule:
     for region in regions:
         if region.grid is not None:
             region.plan = plan(region.nodes, {t.value: target_windows(t, region.grid) for t in region.targets}, region.grid)
-    steps: list[Node | Region] = [n for n in graph.nodes if not n.tiled and any(v in needed for v in n.outputs)]
+    steps: list[Node | Region] = [
+        n for n in graph.nodes if not n.tiled and (n.equation.effects or any(v in needed for v in n.outputs))
+    ]
     order = {node: i for i, node in enumerate(graph.nodes)}
 
     def when(step: Node | Region):
         if isinstance(step, Region):
             return step.level, 1, step.index
-        return max((levels[v] for v in step.outputs), default=0), 0, order[step]
+        return max((levels.get(v.array, 0) for v in step.inputs), default=0), 0, order[step]
 
     return Schedule(graph, sorted([*steps, *regions], key=when))
 
@@ -127,7 +129,7 @@ def _needed(graph: Graph) -> set[Value]:
     """All values that an output depends on."""
     needed = {v.array for v in graph.outputs}
     for node in reversed(graph.nodes):
-        if any(v in needed for v in node.outputs):
+        if node.equation.effects or any(v in needed for v in node.outputs):
             needed.update(v.array for v in node.inputs)
     return needed
 
@@ -224,6 +226,11 @@ def _loop_grid(group: list[Target]) -> dict[int, int] | None:
                     f"{counts[axis]} tiles along tiled axis {axis} are more than the {length} rows of {target.label!r}, "
                     f"{describe(target.value.aval, target.value.axes)}: use at most {length} tiles, or give its region a grid "
                     "of its own with `tiles={name: grid, ...: grid}`"
+                )
+            if axis is not None and target.value.whole_cotangent and length % counts[axis]:
+                raise TilingError(
+                    f"{counts[axis]} tiles along tiled axis {axis} do not divide the {length} rows of the output of a `custom_vjp` "
+                    "function whose backward rule is not linear in the cotangent: choose a number of tiles that divides them"
                 )
     return counts
 

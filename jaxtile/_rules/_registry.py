@@ -44,6 +44,7 @@ class Equation:
     constant: Callable[[int], np.ndarray | None] = lambda i: None
     """The value of operand `i` if it does not depend on any argument of the function."""
     source_info: Any = None
+    effects: Any = ()
 
     def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
         """Apply the primitive to other operands, with some of its parameters changed."""

@@ -11,7 +11,7 @@ from jax import lax
 
 from .._errors import Mixes
 from .._geometry import Window
-from ._registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, register, untiled
+from ._registry import Axes, Equation, Need, Rule, Step, Windows, forbid, joint, merge, register, untiled
 
 
 def coordinates(start, shape: Sequence[int], dim: int):
@@ -205,6 +205,55 @@ class Concatenate(Rule):
             return [out]
 
         return Step(needs, evaluate, positions=[along])
+
+
+@register("stack")
+class Stack(Rule):
+    """A new dimension, never tiled, beside those of the operands."""
+
+    @staticmethod
+    def _without(eqn: Equation, axes: Axes) -> Axes:
+        return (*axes[: eqn.params["axis"]], *axes[eqn.params["axis"] + 1 :])
+
+    def axes(self, eqn: Equation):
+        axes, new = merge(eqn.primitive, eqn.in_axes), eqn.params["axis"]
+        return [axes] * len(eqn.in_axes), [(*axes[:new], None, *axes[new:])]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        if out_axes[eqn.params["axis"]] is not None:
+            return None
+        return [self._without(eqn, out_axes)] * len(eqn.in_axes)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        new = eqn.params["axis"]
+        need = Need({o - (o > new): w for o, w in windows[0].items()})
+        return Step([need] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts))
+
+
+@register("unstack")
+class Unstack(Rule):
+    def axes(self, eqn: Equation):
+        dim = eqn.params["axis"]
+        forbid(eqn, 0, [dim], "takes a dimension apart")
+        axes = (*eqn.in_axes[0][:dim], *eqn.in_axes[0][dim + 1 :])
+        return eqn.in_axes, [axes] * len(eqn.out_avals)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, dim = joint(eqn, windows), eqn.params["axis"]
+        need = Need({o + (o >= dim): w for o, w in window.items()})
+        return Step([need], lambda scalars, x: eqn.bind(x), produced=[window] * len(eqn.out_avals))
+
+
+@register("tile")
+class Repeat(Rule):
+    """`lax.tile`: the array repeated as a whole, which along a tiled axis would need it all."""
+
+    def axes(self, eqn: Equation):
+        forbid(eqn, 0, [d for d, n in enumerate(eqn.params["reps"]) if n > 1], "repeats the array")
+        return eqn.in_axes, eqn.in_axes
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
 
 
 @register("pad")

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Stencil, Window
+from ._convolve import convolve
 from ._registry import Axes, Equation, Need, Rule, Step, Windows, forbid, register
 
 
@@ -84,7 +85,7 @@ class Convolution(Rule):
             need[i], padding[k], produced[o] = slide.need, slide.padding, slide.produced
         return Step(
             [Need(need), None],
-            lambda scalars, lhs, rhs: eqn.bind(lhs, rhs, padding=tuple(padding)),
+            lambda scalars, lhs, rhs: [convolve(lhs, rhs, {**params, "padding": tuple(padding)})],
             produced=[produced],
         )
 

@@ -1,0 +1,1 @@
+"""Command-line programs: benchmarks for now; training, sweeps and reports follow."""

@@ -1,0 +1,145 @@
+"""VGG16 features on one large image: plain JAX against stored, tiled and recomputed schedules, in one run.
+
+    python -m experiments.vgg16 --size=4096 --dtype=bfloat16
+
+Each schedule runs in a process of its own, because the peak of the allocator never goes down. Printed per schedule: milliseconds per
+step (forward and backward of all weights, median), compiled bytes (temporaries), peak of the allocator, and ratios to plain.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+from absl import app, flags
+
+_SIZE = flags.DEFINE_integer("size", 4096, "height and width of the image")
+_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "type of weights and activations")
+_REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
+_ONLY = flags.DEFINE_list("only", [], "schedules to run; all if empty")
+_RUN = flags.DEFINE_string("run", "", "internal: run this one schedule in this process")
+_LIMIT = flags.DEFINE_integer("limit", 300, "seconds allowed per schedule")
+
+_BLOCKS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+SCHEDULES = {
+    "plain": None,
+    "remat per block": "remat",
+    "blocks 1-2 tiled 4x4, rest plain": {"pool2": (4, 4), ...: None},
+    "blocks 1-2 tiled 4x4, rest 2x2": {"pool2": (4, 4), ...: (2, 2)},
+    "one region, 4x4": (4, 4),
+}
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if _RUN.value:
+        print(json.dumps(measure(_RUN.value)))
+        return
+    rows = []
+    for name in _ONLY.value or SCHEDULES:
+        command = [sys.executable, "-m", "experiments.vgg16", f"--run={name}", f"--size={_SIZE.value}"]
+        command += [f"--dtype={_DTYPE.value}", f"--repeats={_REPEATS.value}"]
+        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT.value, env=environment)
+            row = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-600:]}
+        except subprocess.TimeoutExpired:
+            row = {"error": f"took longer than {_LIMIT.value} s"}
+        rows.append((name, row))
+        print(name, row, file=sys.stderr, flush=True)
+    print(table(rows))
+
+
+def table(rows: list[tuple[str, dict]]) -> str:
+    """A Markdown table with ratios to the plain schedule."""
+    plain = next((row for name, row in rows if name == "plain" and "ms" in row), None)
+    lines = ["| schedule | ms | ratio | GiB | ratio | allocator's peak GiB | compile s |", "|---|---|---|---|---|---|---|"]
+    for name, row in rows:
+        if "error" in row:
+            lines.append(f"| {name} | {row['error']!r} | | | | | |")
+            continue
+        time_ratio = f"{row['ms'] / plain['ms']:.2f}" if plain else "-"
+        memory_ratio = f"{row['gib'] / plain['gib']:.3f}" if plain else "-"
+        peak = f"{row['peak_gib']:.2f}" if row["peak_gib"] is not None else "-"
+        lines.append(
+            f"| {name} | {row['ms']:.1f} | {time_ratio} | {row['gib']:.2f} | {memory_ratio} | {peak} | {row['compile_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def measure(name: str) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    step, params, image = vgg16_step(SCHEDULES[name], _SIZE.value, jnp.dtype(_DTYPE.value))
+    begin = time.perf_counter()
+    compiled = jax.jit(step).lower(params, image).compile()
+    compile_s = time.perf_counter() - begin
+    jax.block_until_ready(compiled(params, image))
+    times = []
+    for _ in range(_REPEATS.value):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(params, image))
+        times.append(time.perf_counter() - begin)
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "ms": statistics.median(times) * 1e3,
+        "gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
+        "peak_gib": stats["peak_bytes_in_use"] / 2**30 if stats else None,
+        "compile_s": compile_s,
+    }
+
+
+def vgg16_step(schedule, size: int, dtype):
+    """The gradient of the mean of the last pool, with respect to all weights."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.ad_checkpoint import checkpoint_name
+
+    import jaxtile
+
+    def block(params, x, index: int):
+        for kernel, bias in params:
+            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = jax.nn.relu(x + bias)
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return checkpoint_name(x, f"pool{index}")
+
+    def features(params, x):
+        for index, layers in enumerate(params, start=1):
+            wrapped = jax.checkpoint(block, static_argnums=2) if schedule == "remat" else block
+            x = wrapped(layers, x, index)
+        return x
+
+    if schedule not in (None, "remat"):
+        features = jaxtile.checkpoint(
+            features,
+            in_axes=(None, (1, 2)),
+            tiles=schedule,
+            policy=jax.checkpoint_policies.save_only_these_names("pool2") if isinstance(schedule, dict) else None,
+        )
+
+    def loss(params, image):
+        return features(params, image).astype(jnp.float32).mean()
+
+    key, channels, params = jax.random.key(0), 3, []
+    for widths in _BLOCKS:
+        layers = []
+        for width in widths:
+            key, sub = jax.random.split(key)
+            kernel = jax.random.normal(sub, (3, 3, channels, width)) * (2 / (9 * channels)) ** 0.5
+            layers.append((kernel.astype(dtype), jnp.zeros(width, dtype)))
+            channels = width
+        params.append(layers)
+    image = jax.random.normal(key, (1, size, size, 3), dtype)
+    return jax.value_and_grad(loss), params, image
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,223 @@
+"""What a schedule will do, before it runs: `jaxtile.explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._checkpoint import trace
+from ._cost import flops
+from ._geometry import partition
+from ._graph import Node, Policy, Value
+from ._regions import Region, Schedule, Tiles
+from ._rules import Windows
+from ._tile import Instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayUse:
+    """An array that a region reads by window or writes by tile. Windows and halos are per tiled axis, in order."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    window: tuple[int, ...]
+    halo: tuple[tuple[int, int], ...]
+    """Positions read before and after the tile's own share of the array, in a tile that touches no border."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionReport:
+    """One region: one loop over `tiles` tiles, run once forwards and once backwards."""
+
+    index: int
+    grid: tuple[int, ...] | None
+    tiles: int
+    ops: dict[str, int]
+    reads: tuple[ArrayUse, ...]
+    writes: tuple[ArrayUse, ...]
+    stored_bytes: int
+    tile_bytes: int
+    """Bytes of all values of one tile together: an upper bound of what the loop's body holds."""
+    plain_flops: int
+    """Forward operations of the region's equations at full size."""
+    tiled_flops: int
+    """Forward operations over all tiles, halos included."""
+
+    @property
+    def halo_share(self) -> float:
+        """The share of the tiles' forward operations that is halo (or, where sizes do not divide, overlap)."""
+        return 1 - self.plain_flops / self.tiled_flops if self.tiled_flops else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The regions of a schedule and their cost. `print` it."""
+
+    regions: tuple[RegionReport, ...]
+    plain_flops: int
+    """Forward operations of the untransformed function."""
+    global_flops: int
+    """Those of them that run once, outside all regions."""
+
+    @property
+    def forward_flops(self) -> int:
+        return self.global_flops + sum(r.tiled_flops for r in self.regions)
+
+    @property
+    def step_flops(self) -> int:
+        """Forward and backward: a pullback counts as twice the forward pass; a tiled region is computed once more before it."""
+        recomputed = sum(r.tiled_flops for r in self.regions if r.grid is not None)
+        return 3 * self.forward_flops + recomputed
+
+    @property
+    def overhead(self) -> float:
+        """Operations of a training step relative to the untransformed function: halos and recomputation."""
+        return self.step_flops / (3 * self.plain_flops) if self.plain_flops else 1.0
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(r.stored_bytes for r in self.regions)
+
+    @property
+    def tile_bytes(self) -> int:
+        return max((r.tile_bytes for r in self.regions if r.grid is not None), default=0)
+
+    def __str__(self) -> str:
+        lines = []
+        for r in self.regions:
+            grid = "untiled" if r.grid is None else " x ".join(map(str, r.grid)) + " tiles"
+            lines.append(f"region {r.index}: {grid}; {', '.join(f'{n} {op}' for op, n in r.ops.items())}")
+            for verb, uses in (("reads", r.reads), ("writes", r.writes)):
+                for use in uses:
+                    lines.append(f"  {verb:6} {use.name} {use.dtype}{list(use.shape)}, {_bytes(use.bytes)}{_window(use)}")
+            lines.append(
+                f"  stores {_bytes(r.stored_bytes)}; one tile holds at most {_bytes(r.tile_bytes)}; forward "
+                f"{_count(r.tiled_flops)} operations, {r.halo_share:.1%} of them halo"
+            )
+        recompute = self.step_flops - 3 * self.forward_flops
+        lines.append(
+            f"in all: stores {_bytes(self.stored_bytes)}, largest tile {_bytes(self.tile_bytes)}; a training step does "
+            f"{self.overhead:.2f}x the operations of the plain function ({_count(3 * self.plain_flops)}); recomputation is "
+            f"{recompute / max(1, self.step_flops):.1%} of them"
+        )
+        return "\n".join(lines)
+
+
+def explain(
+    fun: Callable[..., Any], *args: Any, in_axes: Any, tiles: Tiles, policy: Policy | None = None, **kwargs: Any
+) -> Explanation:
+    """Describe what `checkpoint(fun, in_axes=..., tiles=..., policy=...)(*args)` does, without running it.
+
+    Arguments may be arrays or `jax.ShapeDtypeStruct`s.
+
+    >>> import jax, jaxtile
+    >>> def blur(kernel, image):
+    ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
+    >>> kernel, image = jax.ShapeDtypeStruct((1, 1, 3, 3), "float32"), jax.ShapeDtypeStruct((1, 1, 64, 64), "float32")
+    >>> explanation = jaxtile.explain(blur, kernel, image, in_axes=(None, (2, 3)), tiles=(4, 4))
+    >>> explanation.regions[0].reads[0].halo
+    ((1, 1), (1, 1))
+    """
+    plan, _, _ = trace(fun, args, kwargs, in_axes, tiles, policy)
+    return report(plan)
+
+
+def report(plan: Schedule) -> Explanation:
+    regions = tuple(_region(r) for r in plan.regions)
+    global_flops = sum(_plain(n) for n in plan.steps if isinstance(n, Node))
+    tiled = {n for r in plan.regions for n in r.nodes} | {t.reduction for r in plan.regions for t in r.targets if t.reduction}
+    return Explanation(regions, global_flops + sum(_plain(n) for n in tiled), global_flops)
+
+
+def _region(region: Region) -> RegionReport:
+    nodes = [*region.nodes, *(t.reduction for t in region.targets if t.reduction)]
+    plain = sum(_plain(n) for n in nodes)
+    windows = region.plan.windows if region.plan is not None else {}
+    tile = 0
+    if region.plan is not None:
+        tile = sum(_in_tile(i, windows) for i in region.plan.instructions if isinstance(i, Instruction))
+        tile += sum(math.prod(_local(t.value, windows)) for t in region.targets if t.reduction)
+    return RegionReport(
+        index=region.index,
+        grid=None if region.grid is None else tuple(region.grid.values()),
+        tiles=region.tiles,
+        ops=dict(Counter(n.equation.primitive.name for n in nodes)),
+        reads=tuple(_use(v, windows.get(v, {}), region.grid) for v in region.inputs),
+        writes=tuple(
+            _use(t.result, windows.get(t.value, {}) if t.reduction is None else {}, region.grid, t.label) for t in region.targets
+        ),
+        stored_bytes=sum(t.result.bytes for t in region.targets),
+        tile_bytes=sum(math.prod(_local(v, windows)) * v.aval.dtype.itemsize for v in windows),
+        plain_flops=plain,
+        tiled_flops=plain if region.plan is None else tile * region.tiles,
+    )
+
+
+def _plain(node: Node) -> int:
+    return flops(node.equation, [a.shape for a in node.equation.in_avals], [a.shape for a in node.equation.out_avals])
+
+
+def _in_tile(item: Instruction, windows: dict[Value, Windows]) -> int:
+    """Operations of one equation in one tile: on what it produces, before the caller crops."""
+    eqn = item.node.equation
+    produced = item.step.produced or [windows.get(v, {}) for v in item.node.outputs]
+    out_shapes = [_shape(v.aval.shape, w) for v, w in zip(item.node.outputs, produced, strict=True)]
+    in_shapes = [_shape(v.aval.shape, n.windows if n else {}) for v, n in zip(item.node.inputs, item.step.needs, strict=True)]
+    return flops(eqn, in_shapes, out_shapes)
+
+
+def _shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
+    return tuple(windows[d].size if d in windows else n for d, n in enumerate(shape))
+
+
+def _local(value: Value, windows: dict[Value, Windows]) -> tuple[int, ...]:
+    return _shape(value.aval.shape, windows.get(value, {}))
+
+
+def _use(value: Value, windows: Windows, grid: dict[int, int] | None, label: str | None = None) -> ArrayUse:
+    array = value.array
+    name = label or array.name or ("input" if array.node is None else array.node.equation.primitive.name)
+    ordered = sorted(windows.items(), key=lambda item: item[1].axis)
+    halos = tuple(_halo(w, value.aval.shape[d], (grid or {}).get(w.axis, 1)) for d, w in ordered)
+    sizes = tuple(w.size for _, w in ordered)
+    return ArrayUse(name, tuple(value.aval.shape), str(value.aval.dtype), value.bytes, sizes, halos)
+
+
+def _halo(window, length: int, tiles: int) -> tuple[int, int]:
+    """Border tiles have their windows moved inwards; the smallest excess is that of a tile in the middle."""
+    own = partition(window.axis, length, min(tiles, length))
+    if tiles == 1 or len(own.starts) != len(window.starts):
+        return 0, 0
+    before = int(np.min((own.starts - window.starts)[1:]))
+    after = int(np.min((window.stops - own.stops)[:-1]))
+    return before, after
+
+
+def _window(use: ArrayUse) -> str:
+    if not use.window:
+        return ""
+    halo = ", ".join(f"{before}+{after}" for before, after in use.halo)
+    return f", window {' x '.join(map(str, use.window))}, halo {halo}"
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if n < 1024 or unit == "TiB":
+            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def _count(n: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if n < 1000:
+            return f"{n:.3g}{unit}"
+        n /= 1000
+    return f"{n:.3g}P"
