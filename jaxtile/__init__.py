@@ -10,4 +10,4 @@ from ._errors import TilingError as TilingError
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 
-__version__ = "0.1.0"
+from ._version import __version__ as __version__

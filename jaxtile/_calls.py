@@ -95,8 +95,7 @@ def _evaluator(graph: Graph, tile: TilePlan, table: Table, held: Sequence[Window
         }
         tile.evaluate(env, scalars)
         return [
-            lookup(env, v) if cut is None else cut(lookup(env, v), scalars)
-            for v, cut in zip(graph.outputs, crops, strict=True)
+            lookup(env, v) if cut is None else cut(lookup(env, v), scalars) for v, cut in zip(graph.outputs, crops, strict=True)
         ]
 
     return evaluate

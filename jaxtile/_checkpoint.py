@@ -93,8 +93,10 @@ def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     env: dict[Value, Any] = dict(zip(graph.inputs, map(jax.numpy.asarray, flat), strict=True))
     for step in plan.steps:
         if isinstance(step, Region):
-            results = _untiled(step, env) if step.grid is None else Loop(step)(
-                [lookup(env, v.array) for v in step.inputs], [lookup(env, v.array) for v in step.globals]
+            results = (
+                _untiled(step, env)
+                if step.grid is None
+                else Loop(step)([lookup(env, v.array) for v in step.inputs], [lookup(env, v.array) for v in step.globals])
             )
             env.update(zip((t.result for t in step.targets), results, strict=True))
         else:
@@ -123,11 +125,7 @@ def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
         raise TilingError(f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional arguments")
     try:
         entries = jax.tree.broadcast(prefix, args, is_leaf=_is_axes) if not _is_axes(prefix) else None
-        leaves = (
-            [prefix] * len(jax.tree.leaves(args))
-            if entries is None
-            else jax.tree.leaves(entries, is_leaf=_is_axes)
-        )
+        leaves = [prefix] * len(jax.tree.leaves(args)) if entries is None else jax.tree.leaves(entries, is_leaf=_is_axes)
     except ValueError as error:
         raise TilingError(f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}") from None
     leaves += [None] * (len(flat) - len(leaves))
@@ -135,7 +133,9 @@ def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
     if not ranks:
         raise TilingError(f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, as (1, 2)")
     if len(ranks) > 1:
-        raise TilingError(f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for one that is absent")
+        raise TilingError(
+            f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for one that is absent"
+        )
     return [_labels(in_axes, entry, leaf) for entry, leaf in zip(leaves, flat, strict=True)], ranks.pop()
 
 
@@ -146,7 +146,9 @@ def _labels(in_axes, entry, leaf) -> Axes:
         if dim is None:
             continue
         if not -aval.ndim <= dim < aval.ndim:
-            raise TilingError(f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, which has no such axis")
+            raise TilingError(
+                f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, which has no such axis"
+            )
         if labels[dim] is not None:
             raise TilingError(f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} twice")
         labels[dim] = axis

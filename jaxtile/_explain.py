@@ -151,7 +151,8 @@ def _region(region: Region) -> RegionReport:
         ops=dict(Counter(n.equation.primitive.name for n in nodes)),
         reads=tuple(_use(v, windows.get(v, {}), region.grid) for v in region.inputs),
         writes=tuple(
-            _use(t.result, windows.get(t.value, {}) if t.reduction is None else {}, region.grid, t.label) for t in region.targets
+            _use(t.result, windows.get(t.value, {}) if t.reduction is None else {}, region.grid, t.label)
+            for t in region.targets
         ),
         stored_bytes=sum(t.result.bytes for t in region.targets),
         tile_bytes=sum(math.prod(_local(v, windows)) * v.aval.dtype.itemsize for v in windows),

@@ -182,8 +182,7 @@ class _Builder:
         node = Node(dataclasses.replace(equation, out_axes=tuple(out_axes)), tuple(inputs), reduction=reduction)
         name = equation.params.get("name") if equation.primitive.name == "name" else None
         node.outputs = tuple(
-            Value(aval, tuple(axes), node=node, name=name)
-            for aval, axes in zip(equation.out_avals, out_axes, strict=True)
+            Value(aval, tuple(axes), node=node, name=name) for aval, axes in zip(equation.out_avals, out_axes, strict=True)
         )
         self.nodes.append(node)
         return node.outputs
@@ -275,7 +274,11 @@ def constant(value: Value) -> np.ndarray | None:
         if all(i is not None for i in inputs):
             with jax.ensure_compile_time_eval():
                 (value.known,) = value.node.equation.bind(*map(jax.numpy.asarray, inputs))
-    if value.known is None or isinstance(value.known, jax.core.Tracer) or not np.issubdtype(jax.typeof(value.known).dtype, np.generic):
+    if (
+        value.known is None
+        or isinstance(value.known, jax.core.Tracer)
+        or not np.issubdtype(jax.typeof(value.known).dtype, np.generic)
+    ):
         return None
     return np.asarray(value.known)
 

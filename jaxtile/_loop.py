@@ -52,8 +52,7 @@ class Loop:
         shape = value.aval.shape
         add = self.plan.table.add
         return [
-            (add(windows[d].axis, windows[d].starts), windows[d].size) if d in windows else (0, n)
-            for d, n in enumerate(shape)
+            (add(windows[d].axis, windows[d].starts), windows[d].size) if d in windows else (0, n) for d, n in enumerate(shape)
         ]
 
     def _tiles(self, target: Target) -> Windows:
@@ -119,11 +118,11 @@ class Loop:
             windows = self._windows(inputs, row)
 
             def tile(diff_windows, diff_globals):
-                return self._evaluate(_fill_in(windows, want_inputs, diff_windows), _fill_in(globals_, want_globals, diff_globals), row)
+                return self._evaluate(
+                    _fill_in(windows, want_inputs, diff_windows), _fill_in(globals_, want_globals, diff_globals), row
+                )
 
-            values, pull = jax.vjp(
-                tile, _select(windows, want_inputs), _select(globals_, want_globals)
-            )
+            values, pull = jax.vjp(tile, _select(windows, want_inputs), _select(globals_, want_globals))
             shares = []
             for k, (target, value) in enumerate(zip(targets, values, strict=True)):
                 own = self._owned(k, value.shape, row)
@@ -171,7 +170,9 @@ def _run(loop: Loop, inputs: list[Array], globals_: list[Array]) -> list[Array]:
 
 def _run_forward(loop: Loop, inputs, globals_):
     values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
-    wanted = jax.tree.map(lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact), (inputs, globals_), is_leaf=_is_primal)
+    wanted = jax.tree.map(
+        lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact), (inputs, globals_), is_leaf=_is_primal
+    )
     results, (kept, remembered) = loop.forward(*values)
     return results, (values, kept, remembered, _Static(wanted))
 
@@ -243,5 +244,3 @@ def _zero_cotangent(value: Array):
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return jnp.zeros_like(value)
     return np.zeros(value.shape, jax.dtypes.float0)
-
-

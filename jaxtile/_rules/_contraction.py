@@ -108,5 +108,3 @@ def _band(matrix: np.ndarray, window: Window) -> tuple[Window, np.ndarray]:
     lo = np.minimum(lo, rows - size)
     blocks = np.stack([matrix[start : start + size, s] for start, s in zip(lo, spans, strict=True)])
     return window.moved(lo, size), blocks
-
-

@@ -49,7 +49,9 @@ class Gather(Rule):
             if i in indices:
                 operand[o] = indices[i]
         if fixed is None:
-            sizes = local_shape(eqn.params["slice_sizes"], {d: w for d, w in operand.items() if d in _window_dims(eqn).values()})
+            sizes = local_shape(
+                eqn.params["slice_sizes"], {d: w for d, w in operand.items() if d in _window_dims(eqn).values()}
+            )
             return Step([Need(operand), Need(indices)], lambda scalars, x, i: eqn.bind(x, i, slice_sizes=sizes))
 
         (along,) = (o for o in _batch_dims(eqn))

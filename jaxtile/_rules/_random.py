@@ -53,5 +53,3 @@ class RandomBits(Rule):
             return [(high ^ low).astype(np.dtype(f"uint{width}"))]
 
         return Step([Need(keys)], evaluate, positions=list(drawn.values()))
-
-

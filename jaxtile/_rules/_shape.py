@@ -34,9 +34,7 @@ class Broadcast(Rule):
     def promote(self, eqn: Equation, out_axes: Axes):
         dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
         sizes = eqn.in_avals[0].shape
-        operand = tuple(
-            out_axes[o] if n == shape[o] else a for n, o, a in zip(sizes, dims, eqn.in_axes[0], strict=True)
-        )
+        operand = tuple(out_axes[o] if n == shape[o] else a for n, o, a in zip(sizes, dims, eqn.in_axes[0], strict=True))
         return [operand]
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
@@ -172,9 +170,7 @@ class Reverse(Rule):
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         length = eqn.in_avals[0].shape
-        need = {
-            d: w.moved(length[d] - w.stops, w.size) if d in eqn.params["dimensions"] else w for d, w in windows[0].items()
-        }
+        need = {d: w.moved(length[d] - w.stops, w.size) if d in eqn.params["dimensions"] else w for d, w in windows[0].items()}
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 

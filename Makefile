@@ -1,0 +1,34 @@
+# Two commands do everything on a machine that has only Python: `make demo` and `make test`.
+# Another interpreter: make test PYTHON=python3.12
+PYTHON ?= python3
+VENV ?= .venv$(shell $(PYTHON) -c 'import sys; v = sys.version_info[:2]; print("" if v == (3, 11) else "-%d.%d" % v)')
+BIN = $(VENV)/bin
+STAMP = $(VENV)/.installed
+
+.PHONY: demo test test-all lint format clean
+
+demo: $(STAMP)
+	$(BIN)/python -m experiments.demo
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -n 2
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m ""
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv* build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -1,0 +1,1 @@
+"""One file per run: what, not how."""

@@ -1,0 +1,1 @@
+"""Flax NNX models that name their activations and know no policy."""

@@ -1,0 +1,78 @@
+"""One way to compare a tiled function with the plain one, and small pieces to build functions from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jaxtile
+
+TOLERANCE = 1e-12
+"""Largest difference allowed, relative to the largest element of the plain result."""
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape))
+
+
+def conv(x, w, stride=1, padding="SAME", **kwargs):
+    strides = (stride,) * (x.ndim - 2)
+    letters = "DHW"[-(x.ndim - 2) :]
+    dims = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+    return lax.conv_general_dilated(x, w, strides, padding, dimension_numbers=dims, **kwargs)
+
+
+def max_pool(x, size=2, stride=None, padding="VALID"):
+    window = (1, *(size,) * (x.ndim - 2), 1)
+    strides = (1, *(stride or size,) * (x.ndim - 2), 1)
+    return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding)
+
+
+def scalar(outputs) -> jax.Array:
+    """A number that depends on every element of every float output, each in its own way."""
+    total = 0.0
+    for out in jax.tree.leaves(outputs):
+        if jnp.issubdtype(out.dtype, jnp.floating):
+            weight = 1 + 0.1 * jnp.arange(out.size).reshape(out.shape) / max(1, out.size)
+            total += jnp.sum(jnp.sin(out * weight))
+    return total
+
+
+def results(fun, args, *, jit: bool = True):
+    """The outputs of a function, and the gradients of a scalar of them with respect to all float arguments."""
+    flat, tree = jax.tree.flatten(args)
+    wanted = [i for i, x in enumerate(flat) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)]
+
+    def loss(leaves):
+        full = list(flat)
+        for i, leaf in zip(wanted, leaves, strict=True):
+            full[i] = leaf
+        out = fun(*jax.tree.unflatten(tree, full))
+        return scalar(out), out
+
+    run = jax.grad(loss, has_aux=True)
+    return (jax.jit(run) if jit else run)([flat[i] for i in wanted])
+
+
+def assert_close(got, want, tolerance: float = TOLERANCE) -> None:
+    """Every leaf of two pytrees: same shape, same type, and elements that differ by rounding only."""
+    got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(got_leaves, want_leaves, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if not jnp.issubdtype(b.dtype, jnp.inexact):
+            np.testing.assert_array_equal(a, b)
+            continue
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+        scale = np.nanmax(np.abs(b), initial=0) or 1.0
+        error = np.nanmax(np.abs(a - b), initial=0) / scale
+        assert error <= tolerance, f"relative error {error:.1e} in an array of shape {b.shape}"
+
+
+def assert_same(fun, *args, in_axes, tiles, policy=None, tolerance: float = TOLERANCE) -> None:
+    """The tiled function has the plain function's outputs and gradients."""
+    tiled = jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tiles, policy=policy)
+    assert_close(results(tiled, args), results(fun, args), tolerance)
