@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._derivative import derivative_rule
 from ._errors import Mixes
 from ._geometry import Window, hull
 from ._graph import ALL_CALLS, Graph, Value, build
@@ -134,7 +135,8 @@ class CustomJvp(_Call):
 
             @call.defjvp
             def call_jvp(primals, tangents):
-                dots = run_rule(scalars, [*primals, *(tangents[i] for i in diff_in)])
+                with derivative_rule():
+                    dots = run_rule(scalars, [*primals, *(tangents[i] for i in diff_in)])
                 out = call(*primals)
                 no_tangent = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
                 return out, tuple(_replace(no_tangent, diff_out, dots))

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import Literal
+from jax.extend.core.primitives import reshape_p
 
 from . import _rules as rules
 from ._errors import Mixes, TilingError, describe, user_line
@@ -205,6 +206,7 @@ class _Builder:
     def promote(self, value: Value, axes: Axes) -> Value:
         """The same value, carrying more axes: computed window by window if that is cheap, else read by window."""
         axes = tuple(axes)
+        value = self._unlabelled(value, axes)
         if value.axes == axes:
             return value
         if any(have is not None and have != want for have, want in zip(value.axes, axes, strict=True)):
@@ -231,6 +233,23 @@ class _Builder:
                 "name it with `checkpoint_name` and save that name in `policy`",
             )
         return self._view(value, axes)
+
+    def _unlabelled(self, value: Value, wanted: Axes) -> Value:
+        """Drop axes that are not wanted from dimensions of size 1: there is only one position to be at."""
+        axes = tuple(
+            None if n == 1 and have != want else have
+            for n, have, want in zip(value.aval.shape, value.axes, wanted, strict=True)
+        )
+        if axes == value.axes:
+            return value
+        equation = Equation(
+            primitive=reshape_p,
+            params={"new_sizes": value.aval.shape, "dimensions": None, "sharding": None},
+            in_avals=(value.aval,),
+            in_axes=(value.axes,),
+            out_avals=(value.aval,),
+        )
+        return self._add(equation, [value], [axes], None)[0]
 
     @staticmethod
     def _view(value: Value, axes: Axes) -> Value:
@@ -267,20 +286,33 @@ def _constants(inputs: Sequence[Value]) -> Callable[[int], np.ndarray | None]:
 
 
 def constant(value: Value) -> np.ndarray | None:
-    """The value as a NumPy array, if it depends on no argument of the function; computed when first asked for."""
+    """The value as a NumPy array, if it depends on no argument of the function; computed when first asked for.
+
+    It is compiled as one program, as it would be in the untiled function: XLA rounds differently when it sees more at once,
+    and the indices of a nearest-neighbour resize are the integer part of such a number.
+    """
     value = value.array
-    if value.known is None and value.node is not None and not value.tiled and len(value.node.outputs) == 1:
-        inputs = [constant(v) for v in value.node.inputs]
-        if all(i is not None for i in inputs):
-            with jax.ensure_compile_time_eval():
-                (value.known,) = value.node.equation.bind(*map(jax.numpy.asarray, inputs))
-    if (
-        value.known is None
-        or isinstance(value.known, jax.core.Tracer)
-        or not np.issubdtype(jax.typeof(value.known).dtype, np.generic)
-    ):
+    if value.known is None and _is_constant(value):
+        value.known = jax.jit(lambda: _constant_array(value, {})).lower().compile()()
+    if value.known is None or isinstance(value.known, jax.core.Tracer):
         return None
-    return np.asarray(value.known)
+    return np.asarray(value.known) if np.issubdtype(jax.typeof(value.known).dtype, np.generic) else None
+
+
+def _is_constant(value: Value) -> bool:
+    if value.known is not None:
+        return not isinstance(value.known, jax.core.Tracer)
+    node = value.node
+    return node is not None and not node.tiled and all(_is_constant(v.array) for v in node.inputs)
+
+
+def _constant_array(value: Value, env: dict[Value, Any]) -> Any:
+    if value.known is not None:
+        return value.known
+    if value not in env:
+        operands = [_constant_array(v.array, env) for v in value.node.inputs]
+        env.update(zip(value.node.outputs, value.node.equation.bind(*operands), strict=True))
+    return env[value]
 
 
 def refuse(equation: Equation, refusal: Mixes) -> TilingError:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._derivative import transposing
 from ._geometry import Window, hull
 from ._graph import Node, Value
 from ._rules import Need, Step, Windows
@@ -89,7 +90,7 @@ class Cut:
             return x
         offsets = [scalars[slot.index] for _, slot, *_ in moving]
         spec = tuple((d, lo, hi, want) for d, _, lo, hi, _, want in moving)
-        if jnp.issubdtype(x.dtype, jnp.inexact):
+        if jnp.issubdtype(x.dtype, jnp.inexact) and not transposing():
             return _shift(spec, float(fill), x, offsets)
         return _read(spec, fill, x, offsets)
 

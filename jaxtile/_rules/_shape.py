@@ -306,7 +306,7 @@ class Reshape(Rule):
         return eqn.in_axes, [tuple(out)]
 
     def promote(self, eqn: Equation, out_axes: Axes):
-        operand: list[int | None] = [None] * len(eqn.in_avals[0].shape)
+        operand = [a if n == 1 else None for a, n in zip(eqn.in_axes[0], eqn.in_avals[0].shape, strict=True)]
         try:
             for dim, axis in enumerate(out_axes):
                 if axis is not None:

@@ -1,0 +1,291 @@
+"""Every primitive on several grids, against the plain function: value and gradients, in float64."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import Primitive
+
+from jaxtile import _rules as rules
+
+from .support import assert_same, conv, max_pool, normal
+
+GRIDS = [pytest.param((2, 3), marks=pytest.mark.slow), (5, 4)]
+CASES = {}
+
+
+def case(fun):
+    CASES[fun.__name__] = fun
+    return fun
+
+
+def cases(name, **variants):
+    """Register one function per variant: `name-variant`."""
+    for variant, fun in variants.items():
+        CASES[f"{name}-{variant}"] = fun
+
+
+IMAGE = normal(0, 2, 12, 10, 4)
+WEIGHTS = {
+    "w": normal(1, 3, 3, 4, 4),
+    "wide": normal(2, 4, 2, 4, 4),
+    "grouped": normal(3, 3, 3, 2, 4),
+    "depthwise": normal(4, 3, 3, 1, 4),
+    "matrix": normal(5, 4, 4),
+    "map": normal(6, 12, 10, 4),
+    "scalar": normal(7),
+}
+LABELS = jnp.asarray(np.random.default_rng(8).integers(0, 4, (2, 12, 10)))
+
+cases(
+    "conv",
+    same=lambda p, x: conv(x, p["w"]),
+    valid=lambda p, x: conv(x, p["w"], padding="VALID"),
+    stride2=lambda p, x: conv(x, p["w"], 2),
+    rectangular=lambda p, x: conv(x, p["wide"]),
+    asymmetric=lambda p, x: conv(x, p["w"], padding=((3, 0), (1, 4))),
+    cropping=lambda p, x: conv(x, p["w"], padding=((-1, 2), (1, -2))),
+    dilated=lambda p, x: conv(x, p["w"], rhs_dilation=(2, 3)),
+    stride3_dilated=lambda p, x: conv(x, p["wide"], 3, ((4, 4), (4, 4)), rhs_dilation=(2, 2)),
+    transposed=lambda p, x: lax.conv_transpose(x, p["w"], (2, 2), "SAME"),
+    transposed_valid=lambda p, x: lax.conv_transpose(x, p["wide"], (2, 3), "VALID"),
+    base_dilated=lambda p, x: conv(x, p["w"], 2, ((3, 2), (1, 3)), lhs_dilation=(3, 2)),
+    sparse=lambda p, x: conv(x, p["w"][:1, :1], padding=((0, 0), (0, 0)), lhs_dilation=(3, 3)),
+    feature_groups=lambda p, x: conv(x, p["grouped"], feature_group_count=2),
+    depthwise=lambda p, x: conv(x, p["depthwise"], feature_group_count=4),
+    batch_groups=lambda p, x: conv(x, p["w"], batch_group_count=2),
+    other_order=lambda p, x: lax.conv_general_dilated(
+        x.transpose(1, 3, 0, 2), p["w"].transpose(2, 0, 3, 1), (1, 2), "SAME",
+        dimension_numbers=("HCNW", "IHOW", "WNCH"),
+    ),
+)  # fmt: skip
+
+cases(
+    "pool",
+    max=lambda p, x: max_pool(x),
+    max_overlapping=lambda p, x: max_pool(x, 3, 2, "SAME"),
+    max_of_ties=lambda p, x: max_pool(jnp.round(x), 3, 1, "SAME"),
+    min=lambda p, x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2, 3, 1), (1, 1, 2, 1), "SAME"),
+    sum=lambda p, x: lax.reduce_window(x, 0.0, lax.add, (1, 3, 2, 1), (1, 2, 1, 1), "SAME"),
+    max_dilated=lambda p, x: lax.reduce_window(
+        lax.stop_gradient(x), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 2, 1), ((0, 0), (2, 1), (0, 2), (0, 0)),
+        window_dilation=(1, 3, 2, 1),
+    ),
+    sum_dilated=lambda p, x: lax.reduce_window(
+        x, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 2, 1), ((0, 0), (2, 1), (0, 2), (0, 0)), window_dilation=(1, 3, 2, 1)
+    ),
+    base_dilated=lambda p, x: lax.reduce_window(
+        x, 0.0, lax.add, (1, 3, 3, 1), (1, 2, 1, 1), ((0, 0), (2, 1), (0, 2), (0, 0)), base_dilation=(1, 2, 3, 1)
+    ),
+    channels=lambda p, x: lax.reduce_window(x**2, 0.0, lax.add, (1, 1, 1, 3), (1, 1, 1, 1), "SAME"),
+    own_function=lambda p, x: lax.reduce_window(
+        lax.stop_gradient(x), 1.0, lambda a, b: a * b, (1, 2, 2, 1), (1, 1, 1, 1), "SAME"
+    ),
+)  # fmt: skip
+
+cases(
+    "elementwise",
+    unary=lambda p, x: [jnp.exp(x), jnp.tanh(x), lax.rsqrt(x**2 + 1), jax.nn.gelu(x), jax.scipy.special.erf(x), x**3],
+    binary=lambda p, x: [jnp.arctan2(x, x + 1), jnp.maximum(x, 0.3), x * p["scalar"], x / (2 + x**2), x > 0.2],
+    per_position=lambda p, x: x * p["map"] + p["map"][:, :1],
+    where=lambda p, x: jnp.where(x > 0, x, p["scalar"] * p["map"]),
+    clamp=lambda p, x: lax.clamp(-0.5, x, 0.5),
+    cast=lambda p, x: [x.astype(jnp.float32).astype(jnp.float64), (x * 10).astype(jnp.int32), jnp.isfinite(x)],
+    relu_at_zero=lambda p, x: jax.nn.relu(jnp.round(x)),
+    softmax=lambda p, x: [jax.nn.softmax(x), jax.nn.log_softmax(x), jax.nn.logsumexp(x, -1)],
+    size_one=lambda p, x: x[:, :1] * x + x[:, :, 3:4],
+)
+
+cases(
+    "shape",
+    broadcast=lambda p, x: jnp.broadcast_to(x[:, :, :, None, :], (2, 12, 10, 3, 4)) * p["matrix"][:3],
+    transpose=lambda p, x: conv(x, p["w"]).transpose(3, 2, 0, 1),
+    slices=lambda p, x: [x[:, 1:-2], x[:, ::2, 1::2], x[:, 0], x[:, :, 5]],
+    one_row=lambda p, x: [x + x[:, :1], x - x[:, :, -1:], x * x[:, 3][:, None]],
+    pad=lambda p, x: jnp.pad(x, ((0, 0), (2, 1), (0, 3), (1, 0)), constant_values=1.5),
+    pad_learned=lambda p, x: lax.pad(x, p["scalar"], ((0, 0, 0), (1, 2, 1), (-1, 3, 2), (0, 0, 0))),
+    pad_negative=lambda p, x: lax.pad(x, 0.0, ((0, 0, 0), (-2, -3, 0), (-1, 0, 1), (0, 0, 0))),
+    pad_edges=lambda p, x: [jnp.pad(x, ((0, 0), (2, 1), (3, 0), (0, 0)), mode=m) for m in ("edge", "reflect")],
+    concatenate=lambda p, x: [jnp.concatenate([x, x**2], -1), jnp.concatenate([x, x[:, :3], x**2], 1)],
+    concatenate_map=lambda p, x: jnp.concatenate([x, jnp.broadcast_to(p["map"], x.shape)], 3),
+    reverse=lambda p, x: conv(jnp.flip(x, (1, 2, 3)), p["w"]),
+    stack=lambda p, x: [jnp.stack([x, x**2], 2), [a * i for i, a in enumerate(jnp.unstack(x, axis=3))]],
+    split=lambda p, x: [jnp.split(x, [5, 7], axis=1)[::2], jnp.split(x, 2, axis=3)],
+    tile=lambda p, x: jnp.tile(x, (1, 1, 1, 2)),
+    roll=lambda p, x: jnp.roll(x, 2, axis=1),
+    update=lambda p, x: lax.dynamic_update_slice(x, x[..., :2] ** 2, (0, 0, 0, 1)),
+    dynamic_slice=lambda p, x: [lax.dynamic_slice(x, (0, 2, 0, 0), (2, 5, 10, 4)), x[..., LABELS[0, 0, 0]]],
+    space_to_depth=lambda p, x: x.reshape(2, 6, 2, 5, 2, 4).transpose(0, 1, 3, 2, 4, 5).reshape(2, 6, 5, 16),
+    depth_to_space=lambda p, x: x.reshape(2, 12, 10, 2, 2, 1).transpose(0, 1, 3, 2, 4, 5).reshape(2, 24, 20, 1),
+    groups=lambda p, x: x.reshape(2, 12, 10, 2, 2).sum(4).reshape(2, 1, 12, 10, 2),
+)
+
+cases(
+    "upsample",
+    repeat=lambda p, x: jnp.repeat(jnp.repeat(x, 2, 1), 3, 2),
+    nearest=lambda p, x: jax.image.resize(x, (2, 24, 25, 4), "nearest"),
+    nearest_down=lambda p, x: jax.image.resize(x, (2, 5, 7, 4), "nearest"),
+    bilinear=lambda p, x: jax.image.resize(x, (2, 24, 17, 4), "bilinear"),
+    bilinear_down=lambda p, x: jax.image.resize(x, (2, 5, 6, 4), "bilinear"),
+    cubic=lambda p, x: jax.image.resize(x, (2, 18, 20, 4), "cubic"),
+)
+
+cases(
+    "contraction",
+    dense=lambda p, x: x @ p["matrix"],
+    einsum=lambda p, x: jnp.einsum("nhwc,cd->dnhw", x, p["matrix"]),
+    locally_connected=lambda p, x: jnp.einsum("nhwc,hwcd->nhwd", x, p["map"][..., None] * p["matrix"]),
+    attention_in_channels=lambda p, x: jnp.einsum("nhwc,nhwd->nhwcd", x, x),
+)
+
+cases(
+    "along_channels",
+    sums=lambda p, x: [x.sum(-1), x.max(-1), x.prod(-1), x.mean((0, 3)), jnp.argmax(x, -1), jnp.argmin(x, 3)],
+    scans=lambda p, x: [jnp.cumsum(x, 3), jnp.cumprod(x, -1), lax.cummax(x, 3), lax.cumlogsumexp(x, 3)],
+    sorts=lambda p, x: [jnp.sort(x, -1), jnp.argsort(x, -1), lax.top_k(x, 2)],
+    own_reduction=lambda p, x: lax.reduce(lax.stop_gradient(x), 1.0, lambda a, b: a * b, (3,)),
+    look_up=lambda p, x: jnp.take_along_axis(x, LABELS[..., None], axis=-1),
+    embed=lambda p, x: p["matrix"][LABELS] * x,
+    one_hot=lambda p, x: jax.nn.one_hot(LABELS, 4) * x,
+    choose=lambda p, x: x[..., jnp.array([2, 0, 2])],
+)
+
+cases(
+    "generated",
+    coordinates=lambda p, x: x * jnp.arange(10)[:, None] + jnp.linspace(-1, 1, 12)[:, None, None],
+    grid=lambda p, x: jnp.concatenate([x, jnp.broadcast_to(jnp.stack(jnp.mgrid[:12, :10], -1), (2, 12, 10, 2))], -1),
+    dropout=lambda p, x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.4, x.shape), conv(x, p["w"]), 0),
+    normal=lambda p, x: x + jax.random.normal(jax.random.PRNGKey(2), x.shape[1:]),
+    bits=lambda p, x: [
+        jax.random.bits(jax.random.key(3), x.shape, dtype) + (x > 0).astype(dtype) for dtype in ("uint8", "uint16", "uint32", "uint64")
+    ],
+    keys=lambda p, x: x * jax.vmap(lambda k: jax.random.uniform(k, x.shape[1:]))(jax.random.split(jax.random.key(4), 2)),
+    other_generator=lambda p, x: x * jax.random.uniform(jax.random.key(5, impl="rbg"), x.shape),
+    constant=lambda p, x: [x + jnp.zeros_like(x), jnp.ones((12, 10, 1)) * x],
+)  # fmt: skip
+
+
+@jax.custom_vjp
+def surrogate(x, scale):
+    return jnp.where(x > 0, scale, 0.0)
+
+
+surrogate.defvjp(
+    lambda x, s: (surrogate(x, s), (x, s)), lambda r, g: (g * jax.nn.sigmoid(r[0]) * r[1], (g * r[0] ** 2).sum())
+)
+
+
+@jax.custom_jvp
+def blur(w, x):
+    return jnp.tanh(conv(x, w))
+
+
+blur.defjvps(None, lambda dx, out, w, x: conv(dx, w) * out)
+
+
+@jax.custom_jvp
+def own_exp(x):
+    return jnp.exp(x)
+
+
+own_exp.defjvp(lambda x, dx: (own_exp(*x), own_exp(*x) * dx[0] * 2.0))
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 2
+
+
+clipped.defvjp(lambda x: (x * 2, x), lambda x, g: (jnp.clip(g, -0.2, 0.2) + 0.01 * x,))
+
+cases(
+    "custom",
+    surrogate=lambda p, x: conv(surrogate(conv(x, p["w"]), p["scalar"]), p["w"]),
+    spatial_jvp=lambda p, x: conv(blur(p["w"], x), p["wide"]),
+    calls_itself=lambda p, x: conv(own_exp(x * 0.1), p["w"]),
+    remat=lambda p, x: jax.checkpoint(lambda x: jnp.sin(conv(x, p["w"])))(x),
+    scan=lambda p, x: lax.scan(lambda c, w: (jnp.tanh(conv(c, w)), c[..., :1]), x, jnp.stack([p["w"]] * 3)),
+    jit=lambda p, x: jax.jit(lambda x: jax.jit(jnp.sin)(conv(x, p["w"])))(x),
+)
+
+BORDERS = {
+    "sigmoid": jax.nn.sigmoid,
+    "bias": lambda x: x + 3.0,
+    "normalised": lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True)),
+}
+
+
+@pytest.mark.parametrize("tiles", GRIDS)
+@pytest.mark.parametrize("name", CASES)
+def test_rule(name, tiles):
+    fun = CASES[name]
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=tiles)
+
+
+@pytest.mark.parametrize("act", BORDERS)
+def test_borders_read_the_padding_of_the_op_that_follows(act):
+    """After an activation with f(0) != 0, or one that is undefined at 0, several halos deep."""
+
+    def fun(p, x):
+        for _ in range(3):
+            x = BORDERS[act](conv(x, p["w"]))
+        return max_pool(-jnp.abs(x), 3, 1, "SAME")
+
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=(4, 5))
+
+
+def test_one_pixel_tiles_and_halos_wider_than_a_tile():
+    def fun(p, x):
+        return conv(jnp.tanh(conv(jnp.tanh(conv(x, p["w"])), p["w"], rhs_dilation=(2, 2))), p["wide"])
+
+    assert_same(fun, WEIGHTS, IMAGE[:, :7, :5], in_axes=(None, (1, 2)), tiles=(7, 5))
+
+
+def test_a_backward_rule_that_is_not_linear_sees_the_whole_cotangent():
+    def fun(p, x):
+        return conv(clipped(conv(x, p["w"])), p["w"])
+
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 5))
+
+
+def test_batch_axis_and_all_axes_together():
+    def fun(p, x):
+        return max_pool(jax.nn.relu(conv(x, p["w"]) + p["scalar"]))
+
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (0,)), tiles=(2,))
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)), tiles=(2, 3, 2))
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (2,)), tiles=(3,))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_one_and_three_dimensions(rank):
+    x = normal(0, 1, *(9, 8, 7)[:rank], 2)
+    w = normal(1, *(3,) * rank, 2, 2)
+
+    def fun(w, x):
+        y = max_pool(jnp.tanh(conv(x, w)))
+        return lax.conv_transpose(y, w, (2,) * rank, "SAME")
+
+    assert_same(fun, w, x, in_axes=(None, tuple(range(1, rank + 1))), tiles=(3, 2, 2)[:rank])
+
+
+def test_inputs_of_different_resolution():
+    def fun(w, skip, coarse, labels):
+        up = jax.image.resize(coarse, (2, 12, 10, 4), "bilinear")
+        logits = conv(jnp.concatenate([skip, up], -1), jnp.concatenate([w, w], 2))
+        picked = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)
+        return logits, -picked.mean()
+
+    args = WEIGHTS["w"], IMAGE, normal(9, 2, 6, 5, 4), LABELS
+    assert_same(fun, *args, in_axes=(None, (1, 2), (1, 2), (1, 2)), tiles=(3, 4))
+
+
+def test_every_rule_is_that_of_a_primitive():
+    """A misspelt name would be a rule that nothing reaches."""
+    only_in_newer_versions = {"log2", "one_minus_square", "polynomial"}
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax")]
+    primitives = {v.name for m in modules for v in vars(m).values() if isinstance(v, Primitive)}
+    assert set(rules.names()) - primitives <= only_in_newer_versions
