@@ -1,0 +1,203 @@
+"""Random convolutional networks: chains, skips, concatenations and U-shapes of the ops that networks are made of.
+
+A network is drawn as a list of plain tuples, so that a failing one can be read and pasted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+
+from .support import conv, max_pool
+
+CHANNELS = 2
+ACTIVATIONS = {
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "gelu": jax.nn.gelu,
+    "shifted": lambda x: jnp.cos(x) + 1.5,
+    "unit": lambda x: x / jnp.sqrt((x**2).sum(-1, keepdims=True) + 1e-3),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A drawn network, its input and its schedule."""
+
+    layers: tuple[tuple, ...]
+    shape: tuple[int, ...]
+    tiles: tuple[int, ...]
+    policy: Any
+    seed: int
+
+    @property
+    def args(self):
+        rng = np.random.default_rng(self.seed)
+        kernels = jnp.asarray(rng.standard_normal((len(self.layers) + 1, 5, 5, CHANNELS, CHANNELS)) * 0.5)
+        return kernels, jnp.asarray(rng.standard_normal(self.shape))
+
+    def __call__(self, kernels, x):
+        tensors = [x]
+        for index, layer in enumerate(self.layers):
+            new = _apply(layer, tensors, kernels[index])
+            if min(new.shape[1:3]) >= 3:
+                tensors.append(checkpoint_name(new, f"layer{index}"))
+        # Behind a normalisation some gradients cancel to rounding noise, which has no relative error. The last output gives
+        # every gradient a part of order one to be compared with.
+        return tensors[-1], (tensors[len(tensors) // 2] ** 2).mean((1, 2)), (kernels**2).sum() + x.sum()
+
+
+def _common(a, b):
+    """Both cropped to the smaller size, the first from its middle."""
+    height, width = (min(a.shape[d], b.shape[d]) for d in (1, 2))
+    top, left = (a.shape[1] - height) // 2, (a.shape[2] - width) // 2
+    return a[:, top : top + height, left : left + width], b[:, :height, :width]
+
+
+def _apply(layer, tensors, kernel):
+    op, *params = layer
+    x = tensors[-1]
+    match op:
+        case "conv":
+            height, width, stride, padding, dilation, bias = params
+            if padding == "VALID" and min(x.shape[1:3]) < 9:
+                padding = "SAME"
+            out = conv(x, kernel[:height, :width], stride, padding, rhs_dilation=(dilation, 1))
+            return out + bias
+        case "depthwise":
+            return conv(x, kernel[:3, :3, :1], feature_group_count=CHANNELS)
+        case "transposed":
+            size, stride = params
+            if max(x.shape[1:3]) > 20:
+                return x
+            return lax.conv_transpose(x, kernel[:size, :size], (stride, stride), "SAME")
+        case "max_pool":
+            size, stride, padding = params
+            return max_pool(x, size, stride, padding)
+        case "average_pool":
+            window = (1, 3, 2, 1)
+            summed = lax.reduce_window(x, 0.0, lax.add, window, (1, 1, 2, 1), "SAME")
+            return summed / lax.reduce_window(jnp.ones_like(x), 0.0, lax.add, window, (1, 1, 2, 1), "SAME")
+        case "act":
+            return ACTIVATIONS[params[0]](x)
+        case "batch_norm":
+            mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+            return (x - mean) * lax.rsqrt(var + 1e-3) + kernel[0, 0, 0]
+        case "instance_norm":
+            return (x - x.mean((1, 2), keepdims=True)) / (1 + jnp.abs(x).max((1, 2), keepdims=True))
+        case "row_norm":
+            return x - x.mean(2, keepdims=True) * 0.5
+        case "squeeze_excite":
+            return x * jax.nn.sigmoid(x.mean((1, 2)) @ kernel[0, 0])[:, None, None]
+        case "dropout":
+            return jnp.where(jax.random.bernoulli(jax.random.key(params[0]), 0.7, x.shape), x, 0)
+        case "resize":
+            method, height, width = params
+            return jax.image.resize(x, (x.shape[0], height, width, CHANNELS), method)
+        case "repeat":
+            return jnp.repeat(jnp.repeat(x, 2, 1), 2, 2) if max(x.shape[1:3]) <= 16 else x
+        case "skip":
+            a, b = _common(tensors[params[0] % len(tensors)], x)
+            return a + 0.5 * b
+        case "concatenate":
+            both = jnp.concatenate(_common(tensors[params[0] % len(tensors)], x), -1)
+            return conv(both, jnp.concatenate([kernel[:1, :1], kernel[1:2, :1]], 2))
+        case "pad":
+            before, after = params
+            return jnp.pad(x, ((0, 0), (before, after), (after, 0), (0, 0)), mode="constant", constant_values=0.5)
+        case "crop":
+            return x[:, 1:, :-1] if min(x.shape[1:3]) > 4 else x
+        case "every_second":
+            return x[:, ::2, 1::2] if min(x.shape[1:3]) > 8 else x
+        case "flip":
+            return jnp.flip(x, params[0])
+        case "join":
+            return jnp.concatenate([x, x[:, :3]], 1) if x.shape[1] <= 16 else x
+        case "coordinates":
+            return x + jnp.linspace(0, 1, x.shape[1])[:, None, None] * jnp.arange(x.shape[2])[:, None]
+        case "per_position":
+            big = jnp.broadcast_to(kernel.reshape(-1)[: x.shape[2], None], x.shape[1:])
+            return x * big
+    raise AssertionError(op)
+
+
+_small = st.integers(1, 3)
+_layer = st.one_of(
+    st.tuples(
+        st.just("conv"),
+        st.integers(1, 5),
+        st.integers(1, 4),
+        _small,
+        st.sampled_from(["SAME", "VALID", ((2, 0), (1, 3)), ((1, 1), (0, 2))]),
+        st.integers(1, 2),
+        st.floats(-1, 1),
+    ),
+    st.tuples(st.just("conv"), st.just(3), st.just(3), st.just(1), st.just("SAME"), st.just(1), st.just(0.5)),
+    st.tuples(st.just("depthwise")),
+    st.tuples(st.just("transposed"), st.integers(1, 4), st.integers(1, 3)),
+    st.tuples(st.just("max_pool"), st.integers(2, 3), st.integers(1, 2), st.sampled_from(["SAME", "VALID"])),
+    st.tuples(st.just("average_pool")),
+    st.tuples(st.just("act"), st.sampled_from(sorted(ACTIVATIONS))),
+    st.tuples(st.just("batch_norm")),
+    st.tuples(st.just("instance_norm")),
+    st.tuples(st.just("row_norm")),
+    st.tuples(st.just("squeeze_excite")),
+    st.tuples(st.just("dropout"), st.integers(0, 9)),
+    st.tuples(st.just("resize"), st.sampled_from(["nearest", "bilinear"]), st.integers(4, 17), st.integers(4, 17)),
+    st.tuples(st.just("repeat")),
+    st.tuples(st.just("skip"), st.integers(0, 9)),
+    st.tuples(st.just("skip"), st.integers(0, 9)),
+    st.tuples(st.just("concatenate"), st.integers(0, 9)),
+    st.tuples(st.just("pad"), st.integers(0, 3), st.integers(0, 3)),
+    st.tuples(st.just("crop")),
+    st.tuples(st.just("every_second")),
+    st.tuples(st.just("flip"), st.sampled_from([1, 2, (1, 2)])),
+    st.tuples(st.just("join")),
+    st.tuples(st.just("coordinates")),
+    st.tuples(st.just("per_position")),
+)
+
+
+@st.composite
+def networks(draw) -> Network:
+    layers = tuple(draw(st.lists(_layer, min_size=1, max_size=8)))
+    shape = (draw(st.integers(1, 2)), draw(st.integers(5, 20)), draw(st.integers(5, 20)), CHANNELS)
+    policies = jax.checkpoint_policies
+    saved = draw(st.sets(st.integers(0, len(layers) - 1)))
+    policy = draw(
+        st.sampled_from(
+            [
+                None,
+                None,
+                policies.save_only_these_names(*(f"layer{i}" for i in sorted(saved))),
+                policies.save_only_these_names(*(f"layer{i}" for i in sorted(saved))),
+                policies.dots_saveable,
+                policies.everything_saveable,
+            ]
+        )
+    )
+    network = Network(layers, shape, (1, 1), policy, draw(st.integers(0, 99)))
+    tiles = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    # A grid must not be finer than the smallest stored value; a reduction's operand counts as one.
+    sizes = [leaf.shape[1:3] for leaf in _tensors(network)]
+    limit = [min(s[d] for s in sizes) for d in (0, 1)]
+    return dataclasses.replace(network, tiles=tuple(min(t, n) for t, n in zip(tiles, limit, strict=True)))
+
+
+def _tensors(network: Network):
+    explanation = jaxtile.explain(network, *network.args, in_axes=(None, (1, 2)), tiles=(1, 1), policy=network.policy)
+    found = [network.shape]
+    for region in explanation.regions:
+        for use in (*region.reads, *region.writes):
+            found.append(use.shape)
+    shapes = [s for s in found if len(s) == 4 and min(s[1:3]) > 1]
+    return [jax.ShapeDtypeStruct(s, np.float64) for s in shapes]
