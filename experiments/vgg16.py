@@ -42,12 +42,28 @@ def main(argv: list[str]) -> None:
         return
     rows = []
     for name in _ONLY.value or SCHEDULES:
-        command = [sys.executable, "-m", "experiments.vgg16", f"--run={name}", f"--size={_SIZE.value}"]
+        command = [
+            sys.executable,
+            "-m",
+            "experiments.vgg16",
+            f"--run={name}",
+            f"--size={_SIZE.value}",
+        ]
         command += [f"--dtype={_DTYPE.value}", f"--repeats={_REPEATS.value}"]
-        environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95", "TF_CPP_MIN_LOG_LEVEL": "3", **os.environ}
+        environment = {
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            **os.environ,
+        }
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT.value, env=environment)
-            row = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"error": done.stderr[-600:]}
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_LIMIT.value, env=environment
+            )
+            row = (
+                json.loads(done.stdout.splitlines()[-1])
+                if done.returncode == 0
+                else {"error": done.stderr[-600:]}
+            )
         except subprocess.TimeoutExpired:
             row = {"error": f"took longer than {_LIMIT.value} s"}
         rows.append((name, row))
@@ -58,7 +74,10 @@ def main(argv: list[str]) -> None:
 def table(rows: list[tuple[str, dict]]) -> str:
     """A Markdown table with ratios to the plain schedule."""
     plain = next((row for name, row in rows if name == "plain" and "ms" in row), None)
-    lines = ["| schedule | ms | ratio | GiB | ratio | allocator's peak GiB | compile s |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| schedule | ms | ratio | GiB | ratio | allocator's peak GiB | compile s |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, row in rows:
         if "error" in row:
             lines.append(f"| {name} | {row['error']!r} | | | | | |")
@@ -106,7 +125,9 @@ def vgg16_step(schedule, size: int, dtype):
 
     def block(params, x, index: int):
         for kernel, bias in params:
-            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = lax.conv_general_dilated(
+                x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
             x = jax.nn.relu(x + bias)
         x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
         return checkpoint_name(x, f"pool{index}")
@@ -122,7 +143,9 @@ def vgg16_step(schedule, size: int, dtype):
             features,
             in_axes=(None, (1, 2)),
             tiles=schedule,
-            policy=jax.checkpoint_policies.save_only_these_names("pool2") if isinstance(schedule, dict) else None,
+            policy=jax.checkpoint_policies.save_only_these_names("pool2")
+            if isinstance(schedule, dict)
+            else None,
         )
 
     def loss(params, image):

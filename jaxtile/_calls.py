@@ -60,7 +60,9 @@ class _Call(Rule):
         in_axes = _in_axes(eqn)
         graph = _body(eqn, in_axes)
         if any(node.reduction is not None for node in graph.nodes):
-            raise Mixes(f"a function with a derivative rule of its own (`{eqn.primitive.name}`) reduces over a tiled axis")
+            raise Mixes(
+                f"a function with a derivative rule of its own (`{eqn.primitive.name}`) reduces over a tiled axis"
+            )
         return in_axes, [v.axes for v in graph.outputs]
 
 
@@ -74,10 +76,18 @@ def _wanted(outputs: Sequence[Value], windows: Sequence[Windows | None]) -> dict
     for value, window in zip(outputs, windows, strict=True):
         if window is not None or not value.tiled:
             wanted.setdefault(value, []).append(window or {})
-    return {v: {d: hull([w[d] for w in ws], v.aval.shape[d]) for d in ws[0]} for v, ws in wanted.items()}
+    return {
+        v: {d: hull([w[d] for w in ws], v.aval.shape[d]) for d in ws[0]} for v, ws in wanted.items()
+    }
 
 
-def _evaluator(graph: Graph, tile: TilePlan, table: Table, held: Sequence[Windows], windows: Sequence[Windows | None]):
+def _evaluator(
+    graph: Graph,
+    tile: TilePlan,
+    table: Table,
+    held: Sequence[Windows],
+    windows: Sequence[Windows | None],
+):
     """A function of arrays on the windows `held` that returns the graph's outputs on `windows`."""
     reads = [
         Cut.of(table, have, tile.windows[v], 0) if v.tiled and v in tile.windows else None
@@ -96,7 +106,8 @@ def _evaluator(graph: Graph, tile: TilePlan, table: Table, held: Sequence[Window
         }
         tile.evaluate(env, scalars)
         return [
-            lookup(env, v) if cut is None else cut(lookup(env, v), scalars) for v, cut in zip(graph.outputs, crops, strict=True)
+            lookup(env, v) if cut is None else cut(lookup(env, v), scalars)
+            for v, cut in zip(graph.outputs, crops, strict=True)
         ]
 
     return evaluate
@@ -116,7 +127,9 @@ class CustomJvp(_Call):
             return [dots[i] for i in diff_out]
 
         body = _body(eqn, eqn.in_axes)
-        rule = _derivative(eqn, jvp, [eqn.in_avals[i] for i in diff_in], [eqn.in_axes[i] for i in diff_in])
+        rule = _derivative(
+            eqn, jvp, [eqn.in_avals[i] for i in diff_in], [eqn.in_axes[i] for i in diff_in]
+        )
         _forbid_reductions(rule)
         table, grid = Table(), _grid(windows)
         rule_windows = [windows[i] for i in diff_out]
@@ -126,7 +139,9 @@ class CustomJvp(_Call):
         ]
         held = [_held(value, i, diff_in, body, rule, plans) for i, value in enumerate(body.inputs)]
         run_body = _evaluator(body, plans[0], table, held, windows)
-        run_rule = _evaluator(rule, plans[1], table, [*held, *(held[i] for i in diff_in)], rule_windows)
+        run_rule = _evaluator(
+            rule, plans[1], table, [*held, *(held[i] for i in diff_in)], rule_windows
+        )
 
         def evaluate(scalars, *operands):
             @jax.custom_jvp
@@ -143,7 +158,9 @@ class CustomJvp(_Call):
 
             return call(*operands)
 
-        return Step([Need(h) for h in held], evaluate, positions=_positions(table), produced=windows)
+        return Step(
+            [Need(h) for h in held], evaluate, positions=_positions(table), produced=windows
+        )
 
 
 @register("custom_vjp_call")
@@ -157,11 +174,15 @@ class CustomVjp(_Call):
         return not _linear(eqn)
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        windows = _all_windows(eqn, windows)
         diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
         body, back = _body(eqn, eqn.in_axes), _backward(eqn)
-        by_axis = {w.axis: w for ws in windows for w in ws.values()}
-        held = [{d: by_axis[a] for d, a in enumerate(axes) if a is not None} for axes in eqn.in_axes]
+        by_axis = _window_per_axis(eqn, windows)
+        windows = [
+            {d: by_axis[a] for d, a in enumerate(axes) if a is not None} for axes in eqn.out_axes
+        ]
+        held = [
+            {d: by_axis[a] for d, a in enumerate(axes) if a is not None} for axes in eqn.in_axes
+        ]
         table, grid = Table(), _grid(windows)
         body_plan = plan(body.nodes, _wanted(body.outputs, windows), grid, table)
         wanted = _wanted(back.outputs, [held[i] for i in diff_in])
@@ -173,9 +194,15 @@ class CustomVjp(_Call):
         for tile in (body_plan, back_plan):
             for value, found in tile.windows.items():
                 if not all(w.same(by_axis[w.axis]) for w in found.values()):
-                    raise _not_pointwise(value)
+                    raise _not_pointwise(value.aval)
         run_body = _evaluator(body, body_plan, table, held, windows)
-        run_back = _evaluator(back, back_plan, table, [*held, *(windows[i] for i in diff_out)], [held[i] for i in diff_in])
+        run_back = _evaluator(
+            back,
+            back_plan,
+            table,
+            [*held, *(windows[i] for i in diff_out)],
+            [held[i] for i in diff_in],
+        )
 
         def evaluate(scalars, *operands):
             @jax.custom_vjp
@@ -193,7 +220,29 @@ class CustomVjp(_Call):
             call.defvjp(forward, backward)
             return call(list(scalars), *operands)
 
-        return Step([Need(h) for h in held], evaluate, positions=_positions(table), produced=windows)
+        return Step(
+            [Need(h) for h in held], evaluate, positions=_positions(table), produced=windows
+        )
+
+
+def _window_per_axis(eqn: Equation, windows: Sequence[Windows | None]) -> dict[int, Window]:
+    """One window per axis for all operands and outputs of a function that works position by position."""
+    lengths: dict[int, set[int]] = {}
+    for aval, axes in zip(
+        (*eqn.in_avals, *eqn.out_avals), (*eqn.in_axes, *eqn.out_axes), strict=True
+    ):
+        for n, a in zip(aval.shape, axes, strict=True):
+            if a is not None:
+                lengths.setdefault(a, set()).add(n)
+    if any(len(found) > 1 for found in lengths.values()):
+        raise _not_pointwise(eqn.in_avals[0])
+    wanted: dict[int, list[Window]] = {}
+    for window in (w for ws in windows if ws for w in ws.values()):
+        wanted.setdefault(window.axis, []).append(window)
+    whole = {
+        a: Window(a, np.zeros(1, np.int64), min(n)) for a, n in lengths.items() if a not in wanted
+    }
+    return whole | {a: hull(found, min(lengths[a])) for a, found in wanted.items()}
 
 
 def _replace(items, indices, values) -> list:
@@ -214,7 +263,9 @@ def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windo
     for aval, axes, window in zip(eqn.out_avals, eqn.out_axes, windows, strict=True):
         if window is None:
             window = {
-                d: hull([by_axis[a]], aval.shape[d]) if a in by_axis else Window(a, np.zeros(1, np.int64), aval.shape[d])
+                d: hull([by_axis[a]], aval.shape[d])
+                if a in by_axis
+                else Window(a, np.zeros(1, np.int64), aval.shape[d])
                 for d, a in enumerate(axes)
                 if a is not None
             }
@@ -222,13 +273,19 @@ def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windo
     return out
 
 
-def _held(value: Value, i: int, diff_in: list[int], body: Graph, rule: Graph, plans: list[TilePlan]) -> Windows:
+def _held(
+    value: Value, i: int, diff_in: list[int], body: Graph, rule: Graph, plans: list[TilePlan]
+) -> Windows:
     """What an operand must hold for the function, for its derivative rule, and for the tangent beside it."""
     readers = [(plans[0], body.inputs[i]), (plans[1], rule.inputs[i])]
     if i in diff_in:
         readers.append((plans[1], rule.inputs[len(body.inputs) + diff_in.index(i)]))
     found = [p.windows[v] for p, v in readers if v in p.windows]
-    return {d: hull([f[d] for f in found], value.aval.shape[d]) for d in found[0]} if value.tiled and found else {}
+    return (
+        {d: hull([f[d] for f in found], value.aval.shape[d]) for d in found[0]}
+        if value.tiled and found
+        else {}
+    )
 
 
 def _forbid_reductions(graph: Graph) -> None:
@@ -252,14 +309,23 @@ def _pullback(eqn: Equation):
 def _backward(eqn: Equation) -> Graph:
     """The graph of a `custom_vjp`'s pullback. It may sum over tiled axes only to make cotangents of untiled operands."""
     diff_out = _inexact(eqn.out_avals)
-    graph = _derivative(eqn, _pullback(eqn), [eqn.out_avals[i] for i in diff_out], [eqn.out_axes[i] for i in diff_out])
+    graph = _derivative(
+        eqn,
+        _pullback(eqn),
+        [eqn.out_avals[i] for i in diff_out],
+        [eqn.out_axes[i] for i in diff_out],
+    )
     summed: set[Value] = set()
     for node in graph.nodes:
         after = any(v.array in summed for v in node.inputs)
-        if node.reduction is not None and (node.equation.primitive.name != "reduce_sum" or after or not _linear(eqn)):
+        if node.reduction is not None and (
+            node.equation.primitive.name != "reduce_sum" or after or not _linear(eqn)
+        ):
             raise Mixes("the backward rule of a `custom_vjp` reduces over a tiled axis")
         if node.reduction is None and node.tiled and after:
-            raise Mixes("the backward rule of a `custom_vjp` uses a sum over a tiled axis in every position")
+            raise Mixes(
+                "the backward rule of a `custom_vjp` uses a sum over a tiled axis in every position"
+            )
         if node.reduction is not None or after:
             summed.update(node.outputs)
     return graph
@@ -281,8 +347,8 @@ def _linear(eqn: Equation) -> bool:
     return True
 
 
-def _not_pointwise(value: Value) -> Mixes:
+def _not_pointwise(aval) -> Mixes:
     return Mixes(
-        f"a `custom_vjp` function reads neighbouring positions (an array of shape {value.aval.shape})",
+        f"a `custom_vjp` function reads neighbouring positions (an array of shape {aval.shape})",
         "write it as a `custom_jvp`, or apply the spatial part outside of it",
     )

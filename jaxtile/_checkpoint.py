@@ -96,7 +96,10 @@ def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
             results = (
                 _untiled(step, env)
                 if step.grid is None
-                else Loop(step)([lookup(env, v.array) for v in step.inputs], [lookup(env, v.array) for v in step.globals])
+                else Loop(step)(
+                    [lookup(env, v.array) for v in step.inputs],
+                    [lookup(env, v.array) for v in step.globals],
+                )
             )
             env.update(zip((t.result for t in step.targets), results, strict=True))
         else:
@@ -114,29 +117,52 @@ def _untiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:
     results = []
     for target in region.targets:
         value = lookup(local, target.value if target.value in local else target.value.array)
-        results.append(value if target.reduction is None else target.reduction.equation.bind(value)[0])
+        results.append(
+            value if target.reduction is None else target.reduction.equation.bind(value)[0]
+        )
     return results
 
 
 def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
     """Per flat argument, the tiled axis that each of its dimensions carries; and the number of tiled axes."""
-    prefix = in_axes if _is_axes(in_axes) or isinstance(in_axes, list | dict) else tuple(in_axes)
-    if not _is_axes(prefix) and len(prefix) != len(args):
-        raise TilingError(f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional arguments")
-    try:
-        entries = jax.tree.broadcast(prefix, args, is_leaf=_is_axes) if not _is_axes(prefix) else None
-        leaves = [prefix] * len(jax.tree.leaves(args)) if entries is None else jax.tree.leaves(entries, is_leaf=_is_axes)
-    except ValueError as error:
-        raise TilingError(f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}") from None
+    per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
+    if _is_axes(in_axes) and not per_argument:
+        leaves = [in_axes] * len(jax.tree.leaves(args))
+    elif not isinstance(in_axes, tuple | list):
+        raise TilingError(
+            f"`in_axes` (={in_axes!r}) must be a tuple with one entry per argument, as (None, (1, 2))"
+        )
+    else:
+        prefix = tuple(in_axes)
+        if len(prefix) != len(args):
+            raise TilingError(
+                f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional arguments"
+            )
+        leaves = []
+        try:
+            jax.tree.map(
+                lambda axes, tree: leaves.extend([axes] * len(jax.tree.leaves(tree))),
+                prefix,
+                tuple(args),
+                is_leaf=_is_axes,
+            )
+        except ValueError as error:
+            raise TilingError(
+                f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}"
+            ) from None
     leaves += [None] * (len(flat) - len(leaves))
     ranks = {len(_as_tuple(entry)) for entry in leaves if entry is not None}
     if not ranks:
-        raise TilingError(f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, as (1, 2)")
+        raise TilingError(
+            f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, as (1, 2)"
+        )
     if len(ranks) > 1:
         raise TilingError(
             f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for one that is absent"
         )
-    return [_labels(in_axes, entry, leaf) for entry, leaf in zip(leaves, flat, strict=True)], ranks.pop()
+    return [
+        _labels(in_axes, entry, leaf) for entry, leaf in zip(leaves, flat, strict=True)
+    ], ranks.pop()
 
 
 def _labels(in_axes, entry, leaf) -> Axes:
@@ -150,13 +176,17 @@ def _labels(in_axes, entry, leaf) -> Axes:
                 f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, which has no such axis"
             )
         if labels[dim] is not None:
-            raise TilingError(f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} twice")
+            raise TilingError(
+                f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} twice"
+            )
         labels[dim] = axis
     return tuple(labels)
 
 
 def _as_tuple(entry) -> tuple[int | None, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, int) else tuple(entry)
+    return (
+        () if entry is None else (entry,) if isinstance(entry, int | np.integer) else tuple(entry)
+    )
 
 
 def _is_axes(entry: Any) -> bool:
@@ -164,7 +194,7 @@ def _is_axes(entry: Any) -> bool:
     if entry is None or isinstance(entry, int | np.integer):
         return True
     return (
-        isinstance(entry, tuple)
+        isinstance(entry, tuple | list)
         and any(isinstance(e, int | np.integer) for e in entry)
         and all(e is None or isinstance(e, int | np.integer) for e in entry)
     )

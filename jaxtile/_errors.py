@@ -27,22 +27,44 @@ class Mixes(Exception):
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = tuple(
-    {os.path.realpath(p) for p in (*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values())}
+    {
+        os.path.realpath(p)
+        for p in (
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            *sysconfig.get_paths().values(),
+        )
+    }
 )
 
 
-def user_line(source_info: Any) -> str:
-    """The line of user code that traced an equation: the innermost frame outside jaxtile and installed libraries."""
+def user_line(*source_infos: Any) -> str:
+    """The line of user code that traced an equation: the innermost frame outside jaxtile and installed libraries.
+
+    Further arguments are the calls that the equation was inlined from, innermost first. A jitted library function is traced once and
+    then taken from a cache, so its own frames may be those of another call; they are believed only if they pass through the
+    calling line.
+    """
+    *inner, outermost = [_user_frames(s) for s in source_infos]
+    for frames in inner:
+        if frames and (not outermost or outermost[0] in frames):
+            return "{}:{} ({})".format(*frames[0])
+    return "{}:{} ({})".format(*outermost[0]) if outermost else "an unknown line"
+
+
+def _user_frames(source_info: Any) -> list[tuple[str, int, str]]:
     traceback = getattr(source_info, "traceback", None)
-    frames = list(getattr(traceback, "frames", ()) or ())
-    for frame in frames:
+    found = []
+    for frame in getattr(traceback, "frames", ()) or ():
         path = os.path.realpath(frame.file_name)
-        if not path.startswith((_HERE, *_LIBRARIES)) and not path.startswith("<"):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return "an unknown line"
+        if not path.startswith((_HERE, *_LIBRARIES)) and not frame.file_name.startswith("<"):
+            found.append((frame.file_name, frame.line_num, frame.function_name))
+    return found
 
 
 def describe(aval: Any, axes: tuple[int | None, ...]) -> str:
     """`float32[1, 64*, 64*, 3]`: a shape, with a star on every dimension that carries a tiled axis."""
-    dims = ", ".join(f"{n}{'' if a is None else '*'}" for n, a in zip(aval.shape, axes, strict=True))
+    dims = ", ".join(
+        f"{n}{'' if a is None else '*'}" for n, a in zip(aval.shape, axes, strict=True)
+    )
     return f"{aval.dtype}[{dims}]"

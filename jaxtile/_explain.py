@@ -12,9 +12,9 @@ import numpy as np
 
 from ._checkpoint import trace
 from ._cost import flops
-from ._geometry import partition
+from ._geometry import Window, partition
 from ._graph import Node, Policy, Value
-from ._regions import Region, Schedule, Tiles
+from ._regions import Region, Schedule, Target, Tiles
 from ._rules import Windows
 from ._tile import Instruction
 
@@ -93,10 +93,14 @@ class Explanation:
         lines = []
         for r in self.regions:
             grid = "untiled" if r.grid is None else " x ".join(map(str, r.grid)) + " tiles"
-            lines.append(f"region {r.index}: {grid}; {', '.join(f'{n} {op}' for op, n in r.ops.items())}")
+            lines.append(
+                f"region {r.index}: {grid}; {', '.join(f'{n} {op}' for op, n in r.ops.items())}"
+            )
             for verb, uses in (("reads", r.reads), ("writes", r.writes)):
                 for use in uses:
-                    lines.append(f"  {verb:6} {use.name} {use.dtype}{list(use.shape)}, {_bytes(use.bytes)}{_window(use)}")
+                    lines.append(
+                        f"  {verb:6} {use.name} {use.dtype}{list(use.shape)}, {_bytes(use.bytes)}{_window(use)}"
+                    )
             lines.append(
                 f"  stores {_bytes(r.stored_bytes)}; one tile holds at most {_bytes(r.tile_bytes)}; forward "
                 f"{_count(r.tiled_flops)} operations, {r.halo_share:.1%} of them halo"
@@ -111,7 +115,12 @@ class Explanation:
 
 
 def explain(
-    fun: Callable[..., Any], *args: Any, in_axes: Any, tiles: Tiles, policy: Policy | None = None, **kwargs: Any
+    fun: Callable[..., Any],
+    *args: Any,
+    in_axes: Any,
+    tiles: Tiles,
+    policy: Policy | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """Describe what `checkpoint(fun, in_axes=..., tiles=..., policy=...)(*args)` does, without running it.
 
@@ -132,7 +141,9 @@ def explain(
 def report(plan: Schedule) -> Explanation:
     regions = tuple(_region(r) for r in plan.regions)
     global_flops = sum(_plain(n) for n in plan.steps if isinstance(n, Node))
-    tiled = {n for r in plan.regions for n in r.nodes} | {t.reduction for r in plan.regions for t in r.targets if t.reduction}
+    tiled = {n for r in plan.regions for n in r.nodes} | {
+        t.reduction for r in plan.regions for t in r.targets if t.reduction
+    }
     return Explanation(regions, global_flops + sum(_plain(n) for n in tiled), global_flops)
 
 
@@ -142,18 +153,17 @@ def _region(region: Region) -> RegionReport:
     windows = region.plan.windows if region.plan is not None else {}
     tile = 0
     if region.plan is not None:
-        tile = sum(_in_tile(i, windows) for i in region.plan.instructions if isinstance(i, Instruction))
+        tile = sum(
+            _in_tile(i, windows) for i in region.plan.instructions if isinstance(i, Instruction)
+        )
         tile += sum(math.prod(_local(t.value, windows)) for t in region.targets if t.reduction)
     return RegionReport(
         index=region.index,
         grid=None if region.grid is None else tuple(region.grid.values()),
         tiles=region.tiles,
         ops=dict(Counter(n.equation.primitive.name for n in nodes)),
-        reads=tuple(_use(v, windows.get(v, {}), region.grid) for v in region.inputs),
-        writes=tuple(
-            _use(t.result, windows.get(t.value, {}) if t.reduction is None else {}, region.grid, t.label)
-            for t in region.targets
-        ),
+        reads=tuple(_read(v, region) for v in region.inputs),
+        writes=tuple(_written(t, region) for t in region.targets),
         stored_bytes=sum(t.result.bytes for t in region.targets),
         tile_bytes=sum(math.prod(_local(v, windows)) * v.aval.dtype.itemsize for v in windows),
         plain_flops=plain,
@@ -162,7 +172,11 @@ def _region(region: Region) -> RegionReport:
 
 
 def _plain(node: Node) -> int:
-    return flops(node.equation, [a.shape for a in node.equation.in_avals], [a.shape for a in node.equation.out_avals])
+    return flops(
+        node.equation,
+        [a.shape for a in node.equation.in_avals],
+        [a.shape for a in node.equation.out_avals],
+    )
 
 
 def _in_tile(item: Instruction, windows: dict[Value, Windows]) -> int:
@@ -170,7 +184,10 @@ def _in_tile(item: Instruction, windows: dict[Value, Windows]) -> int:
     eqn = item.node.equation
     produced = item.step.produced or [windows.get(v, {}) for v in item.node.outputs]
     out_shapes = [_shape(v.aval.shape, w) for v, w in zip(item.node.outputs, produced, strict=True)]
-    in_shapes = [_shape(v.aval.shape, n.windows if n else {}) for v, n in zip(item.node.inputs, item.step.needs, strict=True)]
+    in_shapes = [
+        _shape(v.aval.shape, n.windows if n else {})
+        for v, n in zip(item.node.inputs, item.step.needs, strict=True)
+    ]
     return flops(eqn, in_shapes, out_shapes)
 
 
@@ -182,23 +199,48 @@ def _local(value: Value, windows: dict[Value, Windows]) -> tuple[int, ...]:
     return _shape(value.aval.shape, windows.get(value, {}))
 
 
-def _use(value: Value, windows: Windows, grid: dict[int, int] | None, label: str | None = None) -> ArrayUse:
+def _read(value: Value, region: Region) -> ArrayUse:
     array = value.array
-    name = label or array.name or ("input" if array.node is None else array.node.equation.primitive.name)
-    ordered = sorted(windows.items(), key=lambda item: item[1].axis)
-    halos = tuple(_halo(w, value.aval.shape[d], (grid or {}).get(w.axis, 1)) for d, w in ordered)
+    name = array.name or ("input" if array.node is None else array.node.equation.primitive.name)
+    if region.plan is None or region.grid is None:
+        return _use(name, value, (), ())
+    ordered = sorted(region.plan.windows[value].items(), key=lambda item: item[1].axis)
     sizes = tuple(w.size for _, w in ordered)
+    halos = tuple(
+        _halo(
+            [demand[d] for demand in region.plan.demands[value]],
+            value.aval.shape[d],
+            region.grid.get(w.axis, 1),
+        )
+        for d, w in ordered
+    )
+    return _use(name, value, sizes, halos)
+
+
+def _written(target: Target, region: Region) -> ArrayUse:
+    if region.plan is None or target.reduction is not None:
+        return _use(target.label, target.result, (), ())
+    ordered = sorted(region.plan.windows[target.value].values(), key=lambda w: w.axis)
+    return _use(
+        target.label, target.value, tuple(w.size for w in ordered), ((0, 0),) * len(ordered)
+    )
+
+
+def _use(name: str, value: Value, sizes, halos) -> ArrayUse:
     return ArrayUse(name, tuple(value.aval.shape), str(value.aval.dtype), value.bytes, sizes, halos)
 
 
-def _halo(window, length: int, tiles: int) -> tuple[int, int]:
-    """Border tiles have their windows moved inwards; the smallest excess is that of a tile in the middle."""
-    own = partition(window.axis, length, min(tiles, length))
-    if tiles == 1 or len(own.starts) != len(window.starts):
+def _halo(demands: Sequence[Window], length: int, tiles: int) -> tuple[int, int]:
+    """How far the demands of a tile go beyond its own share of the axis.
+
+    Tiles at the border read further inwards instead of outwards, so the smallest reach is that of a tile in the middle.
+    """
+    own = partition(0, length, min(tiles, length))
+    if len(own.starts) == 1:
         return 0, 0
-    before = int(np.min((own.starts - window.starts)[1:]))
-    after = int(np.min((window.stops - own.stops)[:-1]))
-    return before, after
+    lo = np.min([np.broadcast_to(d.starts, own.starts.shape) for d in demands], axis=0)
+    hi = np.max([np.broadcast_to(d.stops, own.starts.shape) for d in demands], axis=0)
+    return int((own.starts - lo)[1:].min()), int((hi - own.stops)[:-1].min())
 
 
 def _window(use: ArrayUse) -> str:

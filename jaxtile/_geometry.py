@@ -78,7 +78,9 @@ class Window:
 
     def moved(self, starts, size: int) -> Window:
         """A window of the same axis at other positions. A scalar start means the same for every tile."""
-        return Window(self.axis, np.broadcast_to(np.asarray(starts, np.int64), self.starts.shape), int(size))
+        return Window(
+            self.axis, np.broadcast_to(np.asarray(starts, np.int64), self.starts.shape), int(size)
+        )
 
     def same(self, other: Window) -> bool:
         return self.size == other.size and np.array_equal(self.starts, other.starts)

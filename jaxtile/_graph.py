@@ -46,6 +46,7 @@ class Value:
     base: Value | None = None
     known: Any = None
     stored: bool = False
+    is_output: bool = False
     whole_cotangent: bool = False
     """Its backward rule must see the whole cotangent of each element, once."""
     name: str | None = None
@@ -62,7 +63,17 @@ class Value:
     @property
     def available(self) -> bool:
         value = self.array
-        return not value.tiled or value.stored or value.node is None or value.node.reduction is not None
+        return (
+            not value.tiled
+            or value.stored
+            or value.node is None
+            or value.node.reduction is not None
+        )
+
+    @property
+    def concrete(self) -> bool:
+        """Is this a constant, and not a traced value that the function closes over?"""
+        return self.known is not None and not isinstance(self.known, jax.core.Tracer)
 
     @property
     def bytes(self) -> int:
@@ -112,7 +123,7 @@ def build(
     arguments = [Value(var.aval, axes) for var, axes in zip(jaxpr.invars, in_axes, strict=True)]
     outputs = builder.walk(jaxpr, _known(consts), arguments)
     for value in outputs:
-        value.array.stored = True
+        value.array.stored = value.array.is_output = True
     return Graph(arguments, outputs, builder.nodes)
 
 
@@ -120,10 +131,13 @@ class _Builder:
     def __init__(self, policy: Policy | None, look_through: Mapping[str, str]):
         self.policy = policy
         self.look_through = look_through
+        self.calls: list[Any] = []
         self.nodes: list[Node] = []
         self._promoted: dict[tuple[Value, Axes], Value] = {}
 
-    def walk(self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]) -> list[Value]:
+    def walk(
+        self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]
+    ) -> list[Value]:
         env: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -132,7 +146,7 @@ class _Builder:
                 return Value(var.aval, (None,) * np.ndim(var.val), known=var.val)
             return env[var]
 
-        for eqn in jaxpr.eqns:
+        for eqn in _live(jaxpr):
             outputs = self._equation(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -141,7 +155,12 @@ class _Builder:
         name = eqn.primitive.name
         if name in self.look_through:
             inner = eqn.params[self.look_through[name]]
-            return self.walk(getattr(inner, "jaxpr", inner), _known(getattr(inner, "consts", ())), inputs)
+            self.calls.append(eqn.source_info)
+            outputs = self.walk(
+                getattr(inner, "jaxpr", inner), _known(getattr(inner, "consts", ())), inputs
+            )
+            self.calls.pop()
+            return outputs
         if name in _IDENTITIES and any(v.tiled for v in inputs):
             return inputs
         if name == "scan" and any(v.tiled for v in inputs):
@@ -153,11 +172,15 @@ class _Builder:
             in_axes=tuple(v.axes for v in inputs),
             out_avals=tuple(v.aval for v in eqn.outvars),
             constant=lambda i: constant(inputs[i]),
-            source_info=eqn.source_info,
+            source_infos=(eqn.source_info, *self.calls[::-1]),
             effects=eqn.effects,
         )
         if not any(v.tiled for v in inputs):
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
+        if name == "name" and inputs[0].available:
+            # A name for an array that is held anyway stores nothing new; if the policy saves it, it may be mixed freely.
+            inputs[0].array.stored |= self._saved(eqn)
+            return inputs
         rule = rules.find(eqn.primitive)
         try:
             if rule is None:
@@ -165,43 +188,55 @@ class _Builder:
             in_axes, out_axes = rule.axes(equation)
             inputs = [self.promote(v, axes) for v, axes in zip(inputs, in_axes, strict=True)]
         except Mixes as refusal:
-            if all(v.array.stored or not v.tiled for v in inputs):
-                # Every tiled operand is held whole, by the policy's choice: the equation runs once, untiled.
-                inputs = [v if not v.tiled else self._view(v, untiled(v.aval)) for v in inputs]
-                return self._equation(eqn, inputs)
-            raise refuse(equation, refusal) from None
-        equation = dataclasses.replace(equation, in_axes=tuple(v.axes for v in inputs), constant=_constants(inputs))
+            whole = [self._whole(v) for v in inputs]
+            if any(v is None for v in whole):
+                raise refuse(equation, refusal) from None
+            return self._equation(eqn, whole)
+        equation = dataclasses.replace(
+            equation, in_axes=tuple(v.axes for v in inputs), constant=_constants(inputs)
+        )
         equation = dataclasses.replace(equation, out_axes=tuple(out_axes))
-        outputs = self._add(equation, inputs, out_axes, rule.reduction(equation))
+        reduction = rule.reduction(equation)
+        outputs = self._add(equation, inputs, out_axes, reduction)
         whole_cotangent = rule.whole_cotangent(equation)
-        if whole_cotangent or self._saved(eqn, inputs):
+        if whole_cotangent or self._saved(eqn):
             for value in outputs:
                 value.stored, value.whole_cotangent = value.tiled, whole_cotangent
+        if reduction is None and not any(v.tiled for v in outputs):
+            # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an array that is small.
+            for value in inputs:
+                value.array.stored |= not value.available
         return outputs
 
-    def _add(self, equation: Equation, inputs, out_axes, reduction: Reduction | None) -> tuple[Value, ...]:
-        node = Node(dataclasses.replace(equation, out_axes=tuple(out_axes)), tuple(inputs), reduction=reduction)
+    def _add(
+        self, equation: Equation, inputs, out_axes, reduction: Reduction | None
+    ) -> tuple[Value, ...]:
+        node = Node(
+            dataclasses.replace(equation, out_axes=tuple(out_axes)),
+            tuple(inputs),
+            reduction=reduction,
+        )
         name = equation.params.get("name") if equation.primitive.name == "name" else None
         node.outputs = tuple(
-            Value(aval, tuple(axes), node=node, name=name) for aval, axes in zip(equation.out_avals, out_axes, strict=True)
+            Value(aval, tuple(axes), node=node, name=name)
+            for aval, axes in zip(equation.out_avals, out_axes, strict=True)
         )
         self.nodes.append(node)
         return node.outputs
 
-    def _saved(self, eqn: Any, inputs: Sequence[Value]) -> bool:
-        """Does the policy store this equation's outputs? A name given to an array that is held anyway stores nothing new."""
+    def _saved(self, eqn: Any) -> bool:
+        """Does the policy store this equation's outputs?"""
         if self.policy is None:
             return False
         decision = self.policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
         kind = type(decision).__name__
         if kind == "Offloadable":
+            where = user_line(eqn.source_info, *self.calls[::-1])
             raise TilingError(
-                f"`policy` offloads the output of `{eqn.primitive.name}` at {user_line(eqn.source_info)}; offloading is not "
-                "supported yet. Use a policy that saves or recomputes, such as "
-                "`jax.checkpoint_policies.save_only_these_names(...)`."
+                f"`policy` offloads the output of `{eqn.primitive.name}` at {where}; offloading is not supported yet. "
+                "Use a policy that saves or recomputes, such as `jax.checkpoint_policies.save_only_these_names`."
             )
-        saved = decision if isinstance(decision, bool) else kind == "SaveableType"
-        return saved and not (eqn.primitive.name == "name" and inputs[0].available)
+        return decision if isinstance(decision, bool) else kind == "SaveableType"
 
     def promote(self, value: Value, axes: Axes) -> Value:
         """The same value, carrying more axes: computed window by window if that is cheap, else read by window."""
@@ -209,8 +244,12 @@ class _Builder:
         value = self._unlabelled(value, axes)
         if value.axes == axes:
             return value
-        if any(have is not None and have != want for have, want in zip(value.axes, axes, strict=True)):
-            raise Mixes(f"an array {describe(value.aval, value.axes)} is used as {describe(value.aval, axes)}")
+        if any(
+            have is not None and have != want for have, want in zip(value.axes, axes, strict=True)
+        ):
+            raise Mixes(
+                f"an array {describe(value.aval, value.axes)} is used as {describe(value.aval, axes)}"
+            )
         key = (value, axes)
         if key not in self._promoted:
             self._promoted[key] = self._promote(value, axes)
@@ -218,13 +257,20 @@ class _Builder:
 
     def _promote(self, value: Value, axes: Axes) -> Value:
         node = value.node
-        if node is not None and node.reduction is None and len(node.outputs) == 1 and not value.stored:
+        if (
+            node is not None
+            and node.reduction is None
+            and len(node.outputs) == 1
+            and not value.stored
+        ):
             rule = rules.find(node.equation.primitive)
             in_axes = rule.promote(node.equation, axes) if rule is not None else None
             if in_axes is not None:
                 inputs = [self.promote(v, a) for v, a in zip(node.inputs, in_axes, strict=True)]
                 equation = dataclasses.replace(
-                    node.equation, in_axes=tuple(v.axes for v in inputs), constant=_constants(inputs)
+                    node.equation,
+                    in_axes=tuple(v.axes for v in inputs),
+                    constant=_constants(inputs),
                 )
                 return self._add(equation, inputs, [axes], None)[0]
         if not value.available:
@@ -233,6 +279,32 @@ class _Builder:
                 "name it with `checkpoint_name` and save that name in `policy`",
             )
         return self._view(value, axes)
+
+    def _whole(self, value: Value) -> Value | None:
+        """The value as a global one, if the policy stores it or something that it follows from cheaply.
+
+        What is stored is held whole by the user's choice; equations that mix its positions may then run once, untiled.
+        """
+        if not value.tiled:
+            return value
+        if value.array.stored:
+            return self._view(value, untiled(value.aval))
+        node = value.node
+        if node is None or node.reduction is not None or len(node.outputs) != 1:
+            return None
+        cheap = (
+            node.equation.primitive.name in ALL_CALLS
+            or node.rule.promote(node.equation, value.axes) is not None
+        )
+        if not cheap:
+            return None
+        inputs = [self._whole(v) for v in node.inputs]
+        if any(v is None for v in inputs):
+            return None
+        equation = dataclasses.replace(
+            node.equation, in_axes=tuple(untiled(v.aval) for v in inputs)
+        )
+        return self._add(equation, inputs, [untiled(value.aval)], None)[0]
 
     def _unlabelled(self, value: Value, wanted: Axes) -> Value:
         """Drop axes that are not wanted from dimensions of size 1: there is only one position to be at."""
@@ -258,8 +330,15 @@ class _Builder:
     def _unroll(self, eqn: Any, inputs: list[Value]) -> list[Value]:
         """A `scan` over tiled values (a stack of equal layers, say), one iteration after the other."""
         params, body = eqn.params, eqn.params["jaxpr"]
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
-        consts, carry, xs = inputs[:n_consts], inputs[n_consts : n_consts + n_carry], inputs[n_consts + n_carry :]
+        if "ft_in" in params:  # from jax 0.12 on
+            n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
+        else:
+            n_consts, n_carry = params["num_consts"], params["num_carry"]
+        consts, carry, xs = (
+            inputs[:n_consts],
+            inputs[n_consts : n_consts + n_carry],
+            inputs[n_consts + n_carry :],
+        )
         steps = range(params["length"])
         collected: list[list[Value]] = []
         for i in reversed(steps) if params["reverse"] else steps:
@@ -269,12 +348,33 @@ class _Builder:
             collected.append(out[n_carry:])
         if params["reverse"]:
             collected.reverse()
-        stacked = [self._call(lambda *parts: jax.numpy.stack(parts), list(parts)) for parts in zip(*collected, strict=True)]
+        stacked = [
+            self._call(
+                lambda *parts, aval=var.aval: (
+                    jax.numpy.stack(parts) if parts else jax.numpy.zeros(aval.shape, aval.dtype)
+                ),
+                parts,
+            )
+            for var, *parts in zip(eqn.outvars[n_carry:], *collected, strict=True)
+        ]
         return [*carry, *stacked]
 
     def _call(self, fun: Callable[..., Any], inputs: list[Value]) -> Value:
-        closed = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs))
+        closed = jax.make_jaxpr(fun)(
+            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs)
+        )
         return self.walk(closed.jaxpr, [], inputs)[0]
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """The equations that an output depends on, or that have an effect."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return live[::-1]
 
 
 def _known(consts: Sequence[Any]) -> list[Value]:
@@ -294,14 +394,18 @@ def constant(value: Value) -> np.ndarray | None:
     value = value.array
     if value.known is None and _is_constant(value):
         value.known = jax.jit(lambda: _constant_array(value, {})).lower().compile()()
-    if value.known is None or isinstance(value.known, jax.core.Tracer):
+    if not value.concrete:
         return None
-    return np.asarray(value.known) if np.issubdtype(jax.typeof(value.known).dtype, np.generic) else None
+    return (
+        np.asarray(value.known)
+        if np.issubdtype(jax.typeof(value.known).dtype, np.generic)
+        else None
+    )
 
 
 def _is_constant(value: Value) -> bool:
     if value.known is not None:
-        return not isinstance(value.known, jax.core.Tracer)
+        return value.concrete
     node = value.node
     return node is not None and not node.tiled and all(_is_constant(v.array) for v in node.inputs)
 
@@ -317,10 +421,12 @@ def _constant_array(value: Value, env: dict[Value, Any]) -> Any:
 
 def refuse(equation: Equation, refusal: Mixes) -> TilingError:
     """A `TilingError` that says which primitive, where, on what shapes, why, and what to do."""
-    shapes = ", ".join(describe(a, axes) for a, axes in zip(equation.in_avals, equation.in_axes, strict=True))
+    shapes = ", ".join(
+        describe(a, axes) for a, axes in zip(equation.in_avals, equation.in_axes, strict=True)
+    )
     advice = refusal.advice or "apply it outside `jaxtile.checkpoint`"
     return TilingError(
-        f"cannot tile `{equation.primitive.name}` at {user_line(equation.source_info)}: {refusal.reason}. Its operands are "
+        f"cannot tile `{equation.primitive.name}` at {user_line(*equation.source_infos)}: {refusal.reason}. Its operands are "
         f"{shapes} (* marks a tiled dimension). What to do: {advice}; or give its operands a name with "
         "`jax.ad_checkpoint.checkpoint_name` and save that name in `policy`: what is stored whole may be mixed freely."
     )

@@ -22,10 +22,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._geometry import owned
 from ._graph import Value
-from ._regions import Region, Target
+from ._regions import Region, Target, target_windows
 from ._rules import Windows
 from ._rules._reductions import accumulation_dtype
-from ._tile import Column, lookup
+from ._tile import Column, Cut, lookup
 
 Array = jax.Array
 
@@ -37,14 +37,18 @@ class Loop:
         assert region.plan is not None and region.grid is not None
         self.region, self.plan = region, region.plan
         table = self.plan.table
-        self.sources = [v.array for v in region.inputs]
         self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
-        self.target_slots = [self._slots(t.value, self._tiles(t)) for t in region.targets]
-        self.result_slots = [
-            slots if t.reduction is None else self._slots(t.result, self._result_tiles(t))
-            for t, slots in zip(region.targets, self.target_slots, strict=True)
+        tiles = [target_windows(t, region.grid) for t in region.targets]
+        # The operand of a reduction may be held on a larger window, for other readers in the tile.
+        self.cuts = [
+            Cut.of(table, self.plan.windows[t.value], w, 0)
+            for t, w in zip(region.targets, tiles, strict=True)
         ]
-        self.ownership = [self._ownership(t) for t in region.targets]
+        self.result_slots = [
+            self._slots(t.result, _result_windows(t, w))
+            for t, w in zip(region.targets, tiles, strict=True)
+        ]
+        self.ownership = [self._ownership(t, w) for t, w in zip(region.targets, tiles, strict=True)]
         self.rows = table.rows(region.grid)
 
     def _slots(self, value: Value, windows: Windows):
@@ -52,22 +56,17 @@ class Loop:
         shape = value.aval.shape
         add = self.plan.table.add
         return [
-            (add(windows[d].axis, windows[d].starts), windows[d].size) if d in windows else (0, n) for d, n in enumerate(shape)
+            (add(windows[d].axis, windows[d].starts), windows[d].size) if d in windows else (0, n)
+            for d, n in enumerate(shape)
         ]
 
-    def _tiles(self, target: Target) -> Windows:
-        return self.plan.windows[target.value]
-
-    def _result_tiles(self, target: Target) -> Windows:
-        by_axis = {w.axis: w for w in self._tiles(target).values()}
-        return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
-
-    def _ownership(self, target: Target):
+    def _ownership(self, target: Target, windows: Windows):
         """Where tiles overlap: dimension, and how many leading positions each tile owns."""
+        counts = {d: (w, owned(w, target.value.aval.shape[d])) for d, w in windows.items()}
         return [
-            (d, self.plan.table.add(w.axis, owned(w, target.value.aval.shape[d])))
-            for d, w in self._tiles(target).items()
-            if (owned(w, target.value.aval.shape[d]) != w.size).any()
+            (d, self.plan.table.add(w.axis, n))
+            for d, (w, n) in counts.items()
+            if (n != w.size).any()
         ]
 
     def __call__(self, inputs: Sequence[Array], globals_: Sequence[Array]) -> list[Array]:
@@ -76,7 +75,9 @@ class Loop:
     def forward(self, inputs, globals_) -> tuple[list[Array], tuple]:
         targets = self.region.targets
         carry = [
-            t.reduction.reduction.start() if t.reduction else (jnp.zeros(t.value.aval.shape, t.value.aval.dtype),)
+            t.reduction.reduction.start()
+            if t.reduction
+            else (jnp.zeros(t.value.aval.shape, t.value.aval.dtype),)
             for t in targets
         ]
 
@@ -91,13 +92,19 @@ class Loop:
                 partial = reduction.partial(value, self._owned(k, value.shape, row))
                 held = tuple(_window(s, self.result_slots[k], row) for s in carry[k])
                 merged = reduction.merge(held, partial)
-                new.append(tuple(_write(s, m, self.result_slots[k], row) for s, m in zip(carry[k], merged, strict=True)))
+                new.append(
+                    tuple(
+                        _write(s, m, self.result_slots[k], row)
+                        for s, m in zip(carry[k], merged, strict=True)
+                    )
+                )
                 remembered.append(reduction.remember(partial))
             return new, remembered
 
         states, remembered = lax.scan(body, carry, jnp.asarray(self.rows))
         results = [
-            s[0] if t.reduction is None else t.reduction.reduction.finish(s) for t, s in zip(targets, states, strict=True)
+            s[0] if t.reduction is None else t.reduction.reduction.finish(s)
+            for t, s in zip(targets, states, strict=True)
         ]
         kept = [s for t, s in zip(targets, states, strict=True) if t.reduction is not None]
         return results, (kept, remembered)
@@ -108,7 +115,11 @@ class Loop:
         targets = self.region.targets
         carry = (
             [jnp.zeros(x.shape, x.dtype) for x, w in zip(inputs, want_inputs, strict=True) if w],
-            [jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x, w in zip(globals_, want_globals, strict=True) if w],
+            [
+                jnp.zeros(x.shape, accumulation_dtype(x.dtype))
+                for x, w in zip(globals_, want_globals, strict=True)
+                if w
+            ],
         )
 
         def body(carry, xs):
@@ -119,10 +130,14 @@ class Loop:
 
             def tile(diff_windows, diff_globals):
                 return self._evaluate(
-                    _fill_in(windows, want_inputs, diff_windows), _fill_in(globals_, want_globals, diff_globals), row
+                    _fill_in(windows, want_inputs, diff_windows),
+                    _fill_in(globals_, want_globals, diff_globals),
+                    row,
                 )
 
-            values, pull = jax.vjp(tile, _select(windows, want_inputs), _select(globals_, want_globals))
+            values, pull = jax.vjp(
+                tile, _select(windows, want_inputs), _select(globals_, want_globals)
+            )
             shares = []
             for k, (target, value) in enumerate(zip(targets, values, strict=True)):
                 own = self._owned(k, value.shape, row)
@@ -134,17 +149,25 @@ class Loop:
                 if target.reduction is not None:
                     state = tuple(_window(s, self.result_slots[k], row) for s in state)
                     share = target.reduction.reduction.pullback(value, own, mine, state, share)
-                shares.append(share if own is None else jnp.where(own, share, jnp.zeros_like(share)))
+                shares.append(
+                    share if own is None else jnp.where(own, share, jnp.zeros_like(share))
+                )
             from_windows, from_globals = pull(shares)
             sums, totals = carry
             slots = _select(self.input_slots, want_inputs)
-            sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]
+            sums = [
+                _add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)
+            ]
             totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
             return (sums, totals), None
 
         (sums, totals), _ = lax.scan(body, carry, (jnp.asarray(self.rows), remembered))
-        totals = [t.astype(x.dtype) for t, x in zip(totals, _select(globals_, want_globals), strict=True)]
-        return _fill_in([None] * len(inputs), want_inputs, sums), _fill_in([None] * len(globals_), want_globals, totals)
+        totals = [
+            t.astype(x.dtype) for t, x in zip(totals, _select(globals_, want_globals), strict=True)
+        ]
+        return _fill_in([None] * len(inputs), want_inputs, sums), _fill_in(
+            [None] * len(globals_), want_globals, totals
+        )
 
     def _windows(self, inputs, row):
         return [_window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
@@ -153,7 +176,8 @@ class Loop:
         env = dict(zip(self.region.inputs, windows, strict=True))
         env.update(zip(self.region.globals, globals_, strict=True))
         self.plan.evaluate(env, row)
-        return [lookup(env, t.value) for t in self.region.targets]
+        values = [lookup(env, t.value) for t in self.region.targets]
+        return [x if cut is None else cut(x, row) for x, cut in zip(values, self.cuts, strict=True)]
 
     def _owned(self, k: int, shape, row) -> Array | None:
         mask = None
@@ -161,6 +185,14 @@ class Loop:
             inside = lax.broadcasted_iota(np.int32, shape, d) < _at(slot, row)
             mask = inside if mask is None else mask & inside
         return mask
+
+
+def _result_windows(target: Target, windows: Windows) -> Windows:
+    """The tiles of what a target leaves behind: itself, or the dimensions that a reduction keeps."""
+    if target.reduction is None:
+        return windows
+    by_axis = {w.axis: w for w in windows.values()}
+    return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -171,7 +203,9 @@ def _run(loop: Loop, inputs: list[Array], globals_: list[Array]) -> list[Array]:
 def _run_forward(loop: Loop, inputs, globals_):
     values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
     wanted = jax.tree.map(
-        lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact), (inputs, globals_), is_leaf=_is_primal
+        lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact),
+        (inputs, globals_),
+        is_leaf=_is_primal,
     )
     results, (kept, remembered) = loop.forward(*values)
     return results, (values, kept, remembered, _Static(wanted))
@@ -220,11 +254,19 @@ def _starts(slots, row):
 
 
 def _window(x: Array, slots, row) -> Array:
-    return x if _whole(x, slots) else lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
+    return (
+        x
+        if _whole(x, slots)
+        else lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
+    )
 
 
 def _write(x: Array, tile: Array, slots, row) -> Array:
-    return tile.astype(x.dtype) if _whole(x, slots) else lax.dynamic_update_slice(x, tile.astype(x.dtype), _starts(slots, row))
+    return (
+        tile.astype(x.dtype)
+        if _whole(x, slots)
+        else lax.dynamic_update_slice(x, tile.astype(x.dtype), _starts(slots, row))
+    )
 
 
 def _add(x: Array, tile: Array, slots, row) -> Array:

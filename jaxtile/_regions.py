@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from types import EllipsisType
 
 from ._errors import TilingError, describe
@@ -91,9 +92,15 @@ def schedule(graph: Graph, tiles: Tiles, rank: int) -> Schedule:
     _check_keys(tiles, regions)
     for region in regions:
         if region.grid is not None:
-            region.plan = plan(region.nodes, {t.value: target_windows(t, region.grid) for t in region.targets}, region.grid)
+            region.plan = plan(
+                region.nodes,
+                {t.value: target_windows(t, region.grid) for t in region.targets},
+                region.grid,
+            )
     steps: list[Node | Region] = [
-        n for n in graph.nodes if not n.tiled and (n.equation.effects or any(v in needed for v in n.outputs))
+        n
+        for n in graph.nodes
+        if not n.tiled and (n.equation.effects or any(v in needed for v in n.outputs))
     ]
     order = {node: i for i, node in enumerate(graph.nodes)}
 
@@ -107,7 +114,9 @@ def schedule(graph: Graph, tiles: Tiles, rank: int) -> Schedule:
 
 def target_windows(target: Target, grid: Mapping[int, int]) -> Windows:
     shape = target.value.aval.shape
-    return {d: partition(a, shape[d], grid[a]) for d, a in enumerate(target.value.axes) if a is not None}
+    return {
+        d: partition(a, shape[d], grid[a]) for d, a in enumerate(target.value.axes) if a is not None
+    }
 
 
 def _levels(graph: Graph) -> dict[Value, int]:
@@ -138,13 +147,18 @@ def _targets(graph: Graph, levels, needed, tiles: Tiles, rank: int) -> list[Targ
     targets = []
     for node in graph.nodes:
         if node.reduction is not None and node.outputs[0] in needed:
-            target = Target(node.inputs[0], levels[node.outputs[0]] - 1, None, reduction=node)
-            target.grid = _grid_of(tiles, node.outputs[0].name, rank)
-            targets.append(target)
+            grid = _grid_of(tiles, None, rank)
+            targets.append(
+                Target(node.inputs[0], levels[node.outputs[0]] - 1, grid, reduction=node)
+            )
         elif node.tiled and node.reduction is None:
             for value in node.outputs:
                 if value.stored and value.tiled and value in needed:
-                    targets.append(Target(value, levels[value] - 1, _grid_of(tiles, value.name, rank)))
+                    targets.append(
+                        Target(value, levels[value] - 1, _grid_of(tiles, value.name, rank))
+                    )
+    for target in targets:
+        target.grid = _fitted(target)
     return targets
 
 
@@ -163,20 +177,30 @@ def _grid_of(tiles: Tiles, name: str | None, rank: int) -> Grid:
 def _checked(grid, rank: int, what: str) -> Grid:
     if grid is None:
         return None
+    if not isinstance(grid, Sequence):
+        raise TilingError(
+            f"{what} (={grid!r}) must be a tuple with one number of tiles per tiled axis"
+        )
     grid = tuple(grid)
     if len(grid) != rank:
-        raise TilingError(f"{what} (={grid}) must have one number per tiled axis, and `in_axes` has {rank}")
-    if not all(isinstance(n, int) and n > 0 for n in grid):
+        raise TilingError(
+            f"{what} (={grid}) must have one number per tiled axis, and `in_axes` has {rank}"
+        )
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in grid):
         raise TilingError(f"{what} (={grid}) must be positive integers")
-    return grid
+    return tuple(int(n) for n in grid)
 
 
 def _regions(graph: Graph, targets: list[Target]) -> list[Region]:
-    cones = {t: _cone(t.value) for t in targets}
+    cones = {t: _cone(t) for t in targets}
     groups: list[list[Target]] = []
     for target in targets:
         work = set().union(*cones[target])
-        related = [g for g in groups if _together(g[0], target) and any(work & set().union(*cones[t]) for t in g)]
+        related = [
+            g
+            for g in groups
+            if _together(g[0], target) and any(work & set().union(*cones[t]) for t in g)
+        ]
         groups = [g for g in groups if g not in related]
         groups.append([t for g in related for t in g] + [target])
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -185,8 +209,14 @@ def _regions(graph: Graph, targets: list[Target]) -> list[Region]:
     for index, group in enumerate(groups):
         nodes = sorted(set().union(*(cones[t][0] for t in group)), key=order.__getitem__)
         inputs = dict.fromkeys(v for t in group for v in cones[t][1])
-        globals_ = dict.fromkeys(v for n in nodes for v in n.inputs if not v.tiled and v.array.known is None)
-        regions.append(Region(index, group[0].level, group, nodes, list(inputs), list(globals_), _loop_grid(group)))
+        globals_ = dict.fromkeys(
+            v for n in nodes for v in n.inputs if not v.tiled and not v.array.concrete
+        )
+        regions.append(
+            Region(
+                index, group[0].level, group, nodes, list(inputs), list(globals_), _loop_grid(group)
+            )
+        )
     return regions
 
 
@@ -194,51 +224,59 @@ def _together(a: Target, b: Target) -> bool:
     return a.level == b.level and a.axes == b.axes and a.grid == b.grid
 
 
-def _cone(target: Value) -> tuple[dict[Node, None], dict[Value, None]]:
+def _cone(target: Target) -> tuple[dict[Node, None], dict[Value, None]]:
     """The equations that compute a target from what is held, and the tiled values that they read."""
     nodes: dict[Node, None] = {}
     inputs: dict[Value, None] = {}
-    pending = [target]
-    first = True
+    pending = [target.value]
     while pending:
         value = pending.pop()
         computed = value.node is not None and value.node.reduction is None and value.base is None
-        if computed and (first or not value.stored):
+        to_be_stored_here = value is target.value and target.reduction is None
+        if computed and (to_be_stored_here or not value.stored):
             if value.node not in nodes:
                 nodes[value.node] = None
                 pending.extend(v for v in value.node.inputs if v.tiled)
         else:
             inputs[value] = None
-        first = False
     return nodes, inputs
+
+
+def _fitted(target: Target) -> Grid:
+    """The target's grid. What the user cannot name, a reduction or an unnamed value, gets at most one tile per row."""
+    if target.grid is None:
+        return None
+    grid, value = list(target.grid), target.value
+    for d, axis in enumerate(value.axes):
+        length = value.aval.shape[d]
+        if axis is None:
+            continue
+        if grid[axis] > length and target.reduction is None and (value.is_output or value.name):
+            raise TilingError(
+                f"{grid[axis]} tiles along tiled axis {axis} are more than the {length} rows of {target.label!r}, "
+                f"{describe(value.aval, value.axes)}: use at most {length} tiles, or give its region a grid of its own with "
+                "`tiles={name: grid, ...: grid}`"
+            )
+        grid[axis] = min(grid[axis], length)
+        if target.reduction is None and value.whole_cotangent and length % grid[axis]:
+            raise TilingError(
+                f"{grid[axis]} tiles along tiled axis {axis} do not divide the {length} rows of the output of a `custom_vjp` "
+                "function whose backward rule is not linear in the cotangent: choose a number of tiles that divides them"
+            )
+    return tuple(grid)
 
 
 def _loop_grid(group: list[Target]) -> dict[int, int] | None:
     grid = group[0].grid
-    if grid is None:
-        return None
-    counts = {axis: grid[axis] for axis in sorted(group[0].axes)}
-    for target in group:
-        for d, axis in enumerate(target.value.axes):
-            length = target.value.aval.shape[d]
-            if axis is not None and counts[axis] > length:
-                raise TilingError(
-                    f"{counts[axis]} tiles along tiled axis {axis} are more than the {length} rows of {target.label!r}, "
-                    f"{describe(target.value.aval, target.value.axes)}: use at most {length} tiles, or give its region a grid "
-                    "of its own with `tiles={name: grid, ...: grid}`"
-                )
-            if axis is not None and target.value.whole_cotangent and length % counts[axis]:
-                raise TilingError(
-                    f"{counts[axis]} tiles along tiled axis {axis} do not divide the {length} rows of the output of a `custom_vjp` "
-                    "function whose backward rule is not linear in the cotangent: choose a number of tiles that divides them"
-                )
-    return counts
+    return None if grid is None else {axis: grid[axis] for axis in sorted(group[0].axes)}
 
 
 def _check_keys(tiles: Tiles, regions: list[Region]) -> None:
     if not isinstance(tiles, Mapping):
         return
-    known = {t.value.name for r in regions for t in r.targets if t.reduction is None and t.value.name}
+    known = {
+        t.value.name for r in regions for t in r.targets if t.reduction is None and t.value.name
+    }
     unknown = [k for k in tiles if k is not ... and k not in known]
     if unknown:
         raise TilingError(

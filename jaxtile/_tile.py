@@ -21,8 +21,9 @@ import numpy as np
 from jax import lax
 
 from ._derivative import transposing
+from ._errors import Mixes
 from ._geometry import Window, hull
-from ._graph import Node, Value
+from ._graph import Node, Value, refuse
 from ._rules import Need, Step, Windows
 
 
@@ -55,7 +56,11 @@ class Table:
         index = np.indices([grid[a] for a in axes]).reshape(len(axes), -1)
         tiles = int(np.prod([grid[a] for a in axes]))
         columns = [values[index[axes.index(axis)]] for axis, values in self.columns]
-        return np.stack(columns, axis=1).astype(np.int32) if columns else np.zeros((tiles, 0), np.int32)
+        return (
+            np.stack(columns, axis=1).astype(np.int32)
+            if columns
+            else np.zeros((tiles, 0), np.int32)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +83,15 @@ class Cut:
         return cls(tuple(dims), fill) if dims else None
 
     def __call__(self, x: jax.Array, scalars: Sequence[jax.Array]) -> jax.Array:
-        fixed = [(d, slot, want) for d, slot, _, _, _, want in self.dims if not isinstance(slot, Column)]
+        fixed = [
+            (d, slot, want) for d, slot, _, _, _, want in self.dims if not isinstance(slot, Column)
+        ]
         moving = [dim for dim in self.dims if isinstance(dim[1], Column)]
-        fill = np.asarray(self.fill).astype(x.dtype) if self.fill is not None else np.zeros((), x.dtype)
+        fill = (
+            np.asarray(self.fill).astype(x.dtype)
+            if self.fill is not None
+            else np.zeros((), x.dtype)
+        )
         padding = [(0, 0, 0)] * x.ndim
         for d, offset, want in fixed:
             padding[d] = (-offset, offset + want - x.shape[d], 0)
@@ -91,7 +102,7 @@ class Cut:
         offsets = [scalars[slot.index] for _, slot, *_ in moving]
         spec = tuple((d, lo, hi, want) for d, _, lo, hi, _, want in moving)
         if jnp.issubdtype(x.dtype, jnp.inexact) and not transposing():
-            return _shift(spec, float(fill), x, offsets)
+            return _shift(spec, fill.item(), x, offsets)
         return _read(spec, fill, x, offsets)
 
 
@@ -109,7 +120,7 @@ def _read(spec, fill, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
 # The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward read does; left to JAX it would be
 # an update of an array of zeros.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _shift(spec, fill: float, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
+def _shift(spec, fill: complex, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
     return _read(spec, fill, x, offsets)
 
 
@@ -142,10 +153,14 @@ class TilePlan:
     """All windows of one tile, and the instructions that compute the wanted ones from those of the inputs."""
 
     windows: dict[Value, Windows]
+    demands: dict[Value, list[Windows]]
+    """What was asked of each value, before the windows were clipped and made equal."""
     instructions: list[Instruction | Node]
     table: Table
 
-    def evaluate(self, env: dict[Value, jax.Array], scalars: Sequence[jax.Array]) -> dict[Value, jax.Array]:
+    def evaluate(
+        self, env: dict[Value, jax.Array], scalars: Sequence[jax.Array]
+    ) -> dict[Value, jax.Array]:
         """Extend `env` (windows of tiled inputs, whole global inputs) by all values of the tile."""
 
         def resolve(slot):
@@ -158,7 +173,9 @@ class TilePlan:
                 continue
             operands = [
                 x if cut is None else cut(x, scalars)
-                for x, cut in zip((lookup(env, v) for v in item.node.inputs), item.reads, strict=True)
+                for x, cut in zip(
+                    (lookup(env, v) for v in item.node.inputs), item.reads, strict=True
+                )
             ]
             outputs = item.step.evaluate([resolve(p) for p in item.positions], *operands)
             for value, out, crop in zip(item.node.outputs, outputs, item.crops, strict=True):
@@ -174,7 +191,10 @@ def lookup(env: Mapping[Value, jax.Array], value: Value) -> jax.Array:
 
 
 def plan(
-    nodes: Sequence[Node], wanted: Mapping[Value, Windows], grid: Mapping[int, int], table: Table | None = None
+    nodes: Sequence[Node],
+    wanted: Mapping[Value, Windows],
+    grid: Mapping[int, int],
+    table: Table | None = None,
 ) -> TilePlan:
     """Windows and instructions for the wanted windows. `nodes` in topological order; what is not needed is left out."""
     demands: dict[Value, list[Windows]] = {value: [windows] for value, windows in wanted.items()}
@@ -188,7 +208,9 @@ def plan(
         if value not in windows:
             asked = demands[value]
             windows[value] = {
-                d: hull([a[d] for a in asked], value.aval.shape[d]) for d, axis in enumerate(value.axes) if axis is not None
+                d: hull([a[d] for a in asked], value.aval.shape[d])
+                for d, axis in enumerate(value.axes)
+                if axis is not None
             }
         return windows[value]
 
@@ -203,7 +225,10 @@ def plan(
         if not any(v in demands for v in node.outputs):
             continue
         out = [settle(v) if v in demands else None for v in node.outputs]
-        step = node.rule.step(node.equation, out)
+        try:
+            step = node.rule.step(node.equation, out)
+        except Mixes as refusal:
+            raise refuse(node.equation, refusal) from None
         reads: list[Need | None] = []
         for value, need in zip(node.inputs, step.needs, strict=True):
             if not value.tiled:
@@ -237,4 +262,4 @@ def plan(
         ]
     for value in demands:
         settle(value)
-    return TilePlan(windows, backwards[::-1], table)
+    return TilePlan(windows, demands, backwards[::-1], table)

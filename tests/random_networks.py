@@ -42,7 +42,9 @@ class Network:
     @property
     def args(self):
         rng = np.random.default_rng(self.seed)
-        kernels = jnp.asarray(rng.standard_normal((len(self.layers) + 1, 5, 5, CHANNELS, CHANNELS)) * 0.5)
+        kernels = jnp.asarray(
+            rng.standard_normal((len(self.layers) + 1, 5, 5, CHANNELS, CHANNELS)) * 0.5
+        )
         return kernels, jnp.asarray(rng.standard_normal(self.shape))
 
     def __call__(self, kernels, x):
@@ -53,7 +55,11 @@ class Network:
                 tensors.append(checkpoint_name(new, f"layer{index}"))
         # Behind a normalisation some gradients cancel to rounding noise, which has no relative error. The last output gives
         # every gradient a part of order one to be compared with.
-        return tensors[-1], (tensors[len(tensors) // 2] ** 2).mean((1, 2)), (kernels**2).sum() + x.sum()
+        return (
+            tensors[-1],
+            (tensors[len(tensors) // 2] ** 2).mean((1, 2)),
+            (kernels**2).sum() + x.sum(),
+        )
 
 
 def _common(a, b):
@@ -86,7 +92,9 @@ def _apply(layer, tensors, kernel):
         case "average_pool":
             window = (1, 3, 2, 1)
             summed = lax.reduce_window(x, 0.0, lax.add, window, (1, 1, 2, 1), "SAME")
-            return summed / lax.reduce_window(jnp.ones_like(x), 0.0, lax.add, window, (1, 1, 2, 1), "SAME")
+            return summed / lax.reduce_window(
+                jnp.ones_like(x), 0.0, lax.add, window, (1, 1, 2, 1), "SAME"
+            )
         case "act":
             return ACTIVATIONS[params[0]](x)
         case "batch_norm":
@@ -113,7 +121,12 @@ def _apply(layer, tensors, kernel):
             return conv(both, jnp.concatenate([kernel[:1, :1], kernel[1:2, :1]], 2))
         case "pad":
             before, after = params
-            return jnp.pad(x, ((0, 0), (before, after), (after, 0), (0, 0)), mode="constant", constant_values=0.5)
+            return jnp.pad(
+                x,
+                ((0, 0), (before, after), (after, 0), (0, 0)),
+                mode="constant",
+                constant_values=0.5,
+            )
         case "crop":
             return x[:, 1:, :-1] if min(x.shape[1:3]) > 4 else x
         case "every_second":
@@ -123,7 +136,9 @@ def _apply(layer, tensors, kernel):
         case "join":
             return jnp.concatenate([x, x[:, :3]], 1) if x.shape[1] <= 16 else x
         case "coordinates":
-            return x + jnp.linspace(0, 1, x.shape[1])[:, None, None] * jnp.arange(x.shape[2])[:, None]
+            return (
+                x + jnp.linspace(0, 1, x.shape[1])[:, None, None] * jnp.arange(x.shape[2])[:, None]
+            )
         case "per_position":
             big = jnp.broadcast_to(kernel.reshape(-1)[: x.shape[2], None], x.shape[1:])
             return x * big
@@ -141,10 +156,23 @@ _layer = st.one_of(
         st.integers(1, 2),
         st.floats(-1, 1),
     ),
-    st.tuples(st.just("conv"), st.just(3), st.just(3), st.just(1), st.just("SAME"), st.just(1), st.just(0.5)),
+    st.tuples(
+        st.just("conv"),
+        st.just(3),
+        st.just(3),
+        st.just(1),
+        st.just("SAME"),
+        st.just(1),
+        st.just(0.5),
+    ),
     st.tuples(st.just("depthwise")),
     st.tuples(st.just("transposed"), st.integers(1, 4), st.integers(1, 3)),
-    st.tuples(st.just("max_pool"), st.integers(2, 3), st.integers(1, 2), st.sampled_from(["SAME", "VALID"])),
+    st.tuples(
+        st.just("max_pool"),
+        st.integers(2, 3),
+        st.integers(1, 2),
+        st.sampled_from(["SAME", "VALID"]),
+    ),
     st.tuples(st.just("average_pool")),
     st.tuples(st.just("act"), st.sampled_from(sorted(ACTIVATIONS))),
     st.tuples(st.just("batch_norm")),
@@ -152,7 +180,12 @@ _layer = st.one_of(
     st.tuples(st.just("row_norm")),
     st.tuples(st.just("squeeze_excite")),
     st.tuples(st.just("dropout"), st.integers(0, 9)),
-    st.tuples(st.just("resize"), st.sampled_from(["nearest", "bilinear"]), st.integers(4, 17), st.integers(4, 17)),
+    st.tuples(
+        st.just("resize"),
+        st.sampled_from(["nearest", "bilinear"]),
+        st.integers(4, 17),
+        st.integers(4, 17),
+    ),
     st.tuples(st.just("repeat")),
     st.tuples(st.just("skip"), st.integers(0, 9)),
     st.tuples(st.just("skip"), st.integers(0, 9)),
@@ -190,11 +223,15 @@ def networks(draw) -> Network:
     # A grid must not be finer than the smallest stored value; a reduction's operand counts as one.
     sizes = [leaf.shape[1:3] for leaf in _tensors(network)]
     limit = [min(s[d] for s in sizes) for d in (0, 1)]
-    return dataclasses.replace(network, tiles=tuple(min(t, n) for t, n in zip(tiles, limit, strict=True)))
+    return dataclasses.replace(
+        network, tiles=tuple(min(t, n) for t, n in zip(tiles, limit, strict=True))
+    )
 
 
 def _tensors(network: Network):
-    explanation = jaxtile.explain(network, *network.args, in_axes=(None, (1, 2)), tiles=(1, 1), policy=network.policy)
+    explanation = jaxtile.explain(
+        network, *network.args, in_axes=(None, (1, 2)), tiles=(1, 1), policy=network.policy
+    )
     found = [network.shape]
     for region in explanation.regions:
         for use in (*region.reads, *region.writes):

@@ -89,7 +89,9 @@ def record(op, position, index, coord, spans, nexts, *, tile=(), op_index=None):
         "op_index": op_index,
         "coord": list(coord),
         "otileshape": [],
-        "padding": [p for _, _, before, after in clipped for p in (before, after)] if is_conv else [],
+        "padding": [p for _, _, before, after in clipped for p in (before, after)]
+        if is_conv
+        else [],
         "inpslidx": [e for lo, hi, _, _ in clipped for e in (lo, hi - 1)],
         "internal": [int(p == 0) for _, _, b, a in clipped for p in (b, a)] if is_conv else [],
         "realidx": [e for lo, hi, _ in spans for e in (lo, hi - 1)],
@@ -107,7 +109,9 @@ def walk(network, spans, coord, forwards: bool):
     """The plan of one tile: demand from the last op to the first, or reach from the first to the last."""
     ops = network if not forwards else network[::-1]
     conv_index = -1
-    first = record("fake" if forwards else "fake-bp", None, False, coord, spans, -11, op_index=[-11, -11])
+    first = record(
+        "fake" if forwards else "fake-bp", None, False, coord, spans, -11, op_index=[-11, -11]
+    )
     first["otileshape"] = sizes(spans)
     records = [first]
     previous = -99
@@ -123,7 +127,15 @@ def walk(network, spans, coord, forwards: bool):
         is_conv = op["op"] == "conv2d"
         tile = [n // g for n, g in zip(op["out_hw"], REFERENCE["grid_hw"], strict=True)]
         local_first = is_conv and forwards
-        entry = record(op["op"], op["position"], local_first, coord, spans, previous, tile=tile if forwards else ())
+        entry = record(
+            op["op"],
+            op["position"],
+            local_first,
+            coord,
+            spans,
+            previous,
+            tile=tile if forwards else (),
+        )
         entry["op_index"] = [i, 0 if is_conv else conv_index]
         entry["otileshape"] = produced if forwards else sizes(spans)
         records.append(entry)
@@ -136,9 +148,17 @@ def test_the_reference_plan(tile):
     network, (rows, columns) = REFERENCE["network"], tile["coord"]
     size = [n // g for n, g in zip(network[0]["in_hw"], REFERENCE["grid_hw"], strict=True)]
     starts = [columns * size[1], rows * size[0]]
-    spans = [(s, s + n, total) for s, n, total in zip(starts, size[::-1], network[0]["in_hw"][::-1], strict=True)]
+    spans = [
+        (s, s + n, total)
+        for s, n, total in zip(starts, size[::-1], network[0]["in_hw"][::-1], strict=True)
+    ]
     backward, reached = walk(network, spans, tile["coord"], forwards=False)
-    forward, _ = walk(network, [(max(lo, 0), min(hi, n), n) for lo, hi, n in reached], tile["coord"], forwards=True)
+    forward, _ = walk(
+        network,
+        [(max(lo, 0), min(hi, n), n) for lo, hi, n in reached],
+        tile["coord"],
+        forwards=True,
+    )
     assert backward == tile["b_info"]
     assert forward == tile["f_info"]
     assert tile["bwd_out_shape"] == sizes(reached)

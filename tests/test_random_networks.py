@@ -20,7 +20,9 @@ _SETTINGS = {
 
 def check(network: Network) -> None:
     hypothesis.note(repr(network))
-    assert_same(network, *network.args, in_axes=(None, (1, 2)), tiles=network.tiles, policy=network.policy)
+    assert_same(
+        network, *network.args, in_axes=(None, (1, 2)), tiles=network.tiles, policy=network.policy
+    )
     jax.clear_caches()
 
 

@@ -88,12 +88,29 @@ cases(
 
 cases(
     "elementwise",
-    unary=lambda p, x: [jnp.exp(x), jnp.tanh(x), lax.rsqrt(x**2 + 1), jax.nn.gelu(x), jax.scipy.special.erf(x), x**3],
-    binary=lambda p, x: [jnp.arctan2(x, x + 1), jnp.maximum(x, 0.3), x * p["scalar"], x / (2 + x**2), x > 0.2],
+    unary=lambda p, x: [
+        jnp.exp(x),
+        jnp.tanh(x),
+        lax.rsqrt(x**2 + 1),
+        jax.nn.gelu(x),
+        jax.scipy.special.erf(x),
+        x**3,
+    ],
+    binary=lambda p, x: [
+        jnp.arctan2(x, x + 1),
+        jnp.maximum(x, 0.3),
+        x * p["scalar"],
+        x / (2 + x**2),
+        x > 0.2,
+    ],
     per_position=lambda p, x: x * p["map"] + p["map"][:, :1],
     where=lambda p, x: jnp.where(x > 0, x, p["scalar"] * p["map"]),
     clamp=lambda p, x: lax.clamp(-0.5, x, 0.5),
-    cast=lambda p, x: [x.astype(jnp.float32).astype(jnp.float64), (x * 10).astype(jnp.int32), jnp.isfinite(x)],
+    cast=lambda p, x: [
+        x.astype(jnp.float32).astype(jnp.float64),
+        (x * 10).astype(jnp.int32),
+        jnp.isfinite(x),
+    ],
     relu_at_zero=lambda p, x: jax.nn.relu(jnp.round(x)),
     softmax=lambda p, x: [jax.nn.softmax(x), jax.nn.log_softmax(x), jax.nn.logsumexp(x, -1)],
     size_one=lambda p, x: x[:, :1] * x + x[:, :, 3:4],
@@ -101,25 +118,42 @@ cases(
 
 cases(
     "shape",
-    broadcast=lambda p, x: jnp.broadcast_to(x[:, :, :, None, :], (2, 12, 10, 3, 4)) * p["matrix"][:3],
+    broadcast=lambda p, x: (
+        jnp.broadcast_to(x[:, :, :, None, :], (2, 12, 10, 3, 4)) * p["matrix"][:3]
+    ),
     transpose=lambda p, x: conv(x, p["w"]).transpose(3, 2, 0, 1),
     slices=lambda p, x: [x[:, 1:-2], x[:, ::2, 1::2], x[:, 0], x[:, :, 5]],
     one_row=lambda p, x: [x + x[:, :1], x - x[:, :, -1:], x * x[:, 3][:, None]],
     pad=lambda p, x: jnp.pad(x, ((0, 0), (2, 1), (0, 3), (1, 0)), constant_values=1.5),
     pad_learned=lambda p, x: lax.pad(x, p["scalar"], ((0, 0, 0), (1, 2, 1), (-1, 3, 2), (0, 0, 0))),
     pad_negative=lambda p, x: lax.pad(x, 0.0, ((0, 0, 0), (-2, -3, 0), (-1, 0, 1), (0, 0, 0))),
-    pad_edges=lambda p, x: [jnp.pad(x, ((0, 0), (2, 1), (3, 0), (0, 0)), mode=m) for m in ("edge", "reflect")],
-    concatenate=lambda p, x: [jnp.concatenate([x, x**2], -1), jnp.concatenate([x, x[:, :3], x**2], 1)],
+    pad_edges=lambda p, x: [
+        jnp.pad(x, ((0, 0), (2, 1), (3, 0), (0, 0)), mode=m) for m in ("edge", "reflect")
+    ],
+    concatenate=lambda p, x: [
+        jnp.concatenate([x, x**2], -1),
+        jnp.concatenate([x, x[:, :3], x**2], 1),
+    ],
     concatenate_map=lambda p, x: jnp.concatenate([x, jnp.broadcast_to(p["map"], x.shape)], 3),
     reverse=lambda p, x: conv(jnp.flip(x, (1, 2, 3)), p["w"]),
-    stack=lambda p, x: [jnp.stack([x, x**2], 2), [a * i for i, a in enumerate(jnp.unstack(x, axis=3))]],
+    stack=lambda p, x: [
+        jnp.stack([x, x**2], 2),
+        [a * i for i, a in enumerate(jnp.unstack(x, axis=3))],
+    ],
     split=lambda p, x: [jnp.split(x, [5, 7], axis=1)[::2], jnp.split(x, 2, axis=3)],
     tile=lambda p, x: jnp.tile(x, (1, 1, 1, 2)),
     roll=lambda p, x: jnp.roll(x, 2, axis=1),
     update=lambda p, x: lax.dynamic_update_slice(x, x[..., :2] ** 2, (0, 0, 0, 1)),
-    dynamic_slice=lambda p, x: [lax.dynamic_slice(x, (0, 2, 0, 0), (2, 5, 10, 4)), x[..., LABELS[0, 0, 0]]],
-    space_to_depth=lambda p, x: x.reshape(2, 6, 2, 5, 2, 4).transpose(0, 1, 3, 2, 4, 5).reshape(2, 6, 5, 16),
-    depth_to_space=lambda p, x: x.reshape(2, 12, 10, 2, 2, 1).transpose(0, 1, 3, 2, 4, 5).reshape(2, 24, 20, 1),
+    dynamic_slice=lambda p, x: [
+        lax.dynamic_slice(x, (0, 2, 0, 0), (2, 5, 10, 4)),
+        x[..., LABELS[0, 0, 0]],
+    ],
+    space_to_depth=lambda p, x: (
+        x.reshape(2, 6, 2, 5, 2, 4).transpose(0, 1, 3, 2, 4, 5).reshape(2, 6, 5, 16)
+    ),
+    depth_to_space=lambda p, x: (
+        x.reshape(2, 12, 10, 2, 2, 1).transpose(0, 1, 3, 2, 4, 5).reshape(2, 24, 20, 1)
+    ),
     groups=lambda p, x: x.reshape(2, 12, 10, 2, 2).sum(4).reshape(2, 1, 12, 10, 2),
 )
 
@@ -137,14 +171,28 @@ cases(
     "contraction",
     dense=lambda p, x: x @ p["matrix"],
     einsum=lambda p, x: jnp.einsum("nhwc,cd->dnhw", x, p["matrix"]),
-    locally_connected=lambda p, x: jnp.einsum("nhwc,hwcd->nhwd", x, p["map"][..., None] * p["matrix"]),
+    locally_connected=lambda p, x: jnp.einsum(
+        "nhwc,hwcd->nhwd", x, p["map"][..., None] * p["matrix"]
+    ),
     attention_in_channels=lambda p, x: jnp.einsum("nhwc,nhwd->nhwcd", x, x),
 )
 
 cases(
     "along_channels",
-    sums=lambda p, x: [x.sum(-1), x.max(-1), x.prod(-1), x.mean((0, 3)), jnp.argmax(x, -1), jnp.argmin(x, 3)],
-    scans=lambda p, x: [jnp.cumsum(x, 3), jnp.cumprod(x, -1), lax.cummax(x, 3), lax.cumlogsumexp(x, 3)],
+    sums=lambda p, x: [
+        x.sum(-1),
+        x.max(-1),
+        x.prod(-1),
+        x.mean((0, 3)),
+        jnp.argmax(x, -1),
+        jnp.argmin(x, 3),
+    ],
+    scans=lambda p, x: [
+        jnp.cumsum(x, 3),
+        jnp.cumprod(x, -1),
+        lax.cummax(x, 3),
+        lax.cumlogsumexp(x, 3),
+    ],
     sorts=lambda p, x: [jnp.sort(x, -1), jnp.argsort(x, -1), lax.top_k(x, 2)],
     own_reduction=lambda p, x: lax.reduce(lax.stop_gradient(x), 1.0, lambda a, b: a * b, (3,)),
     look_up=lambda p, x: jnp.take_along_axis(x, LABELS[..., None], axis=-1),
@@ -174,7 +222,8 @@ def surrogate(x, scale):
 
 
 surrogate.defvjp(
-    lambda x, s: (surrogate(x, s), (x, s)), lambda r, g: (g * jax.nn.sigmoid(r[0]) * r[1], (g * r[0] ** 2).sum())
+    lambda x, s: (surrogate(x, s), (x, s)),
+    lambda r, g: (g * jax.nn.sigmoid(r[0]) * r[1], (g * r[0] ** 2).sum()),
 )
 
 
@@ -201,13 +250,35 @@ def clipped(x):
 
 clipped.defvjp(lambda x: (x * 2, x), lambda x, g: (jnp.clip(g, -0.2, 0.2) + 0.01 * x,))
 
+
+@jax.custom_vjp
+def pair(x):
+    return x, jnp.sin(x)
+
+
+pair.defvjp(lambda x: (pair(x), x), lambda x, g: (g[0] + g[1] * jnp.cos(x),))
+
+
+def two_outputs(p, x):
+    a, b = pair(conv(x, p["w"]))
+    return conv(a, p["w"]) + b
+
+
 cases(
     "custom",
+    two_outputs=two_outputs,
+    empty_scan=lambda p, x: lax.scan(lambda c, w: (conv(c, w), c), x, jnp.zeros((0, 3, 3, 4, 4)))[
+        0
+    ],
+    complex=lambda p, x: jnp.abs(conv(x + 1j, p["w"].astype(complex))),
+    dead_code=lambda p, x: [conv(x, p["w"]), jnp.fft.fft(x, axis=1)][0],
     surrogate=lambda p, x: conv(surrogate(conv(x, p["w"]), p["scalar"]), p["w"]),
     spatial_jvp=lambda p, x: conv(blur(p["w"], x), p["wide"]),
     calls_itself=lambda p, x: conv(own_exp(x * 0.1), p["w"]),
     remat=lambda p, x: jax.checkpoint(lambda x: jnp.sin(conv(x, p["w"])))(x),
-    scan=lambda p, x: lax.scan(lambda c, w: (jnp.tanh(conv(c, w)), c[..., :1]), x, jnp.stack([p["w"]] * 3)),
+    scan=lambda p, x: lax.scan(
+        lambda c, w: (jnp.tanh(conv(c, w)), c[..., :1]), x, jnp.stack([p["w"]] * 3)
+    ),
     jit=lambda p, x: jax.jit(lambda x: jax.jit(jnp.sin)(conv(x, p["w"])))(x),
 )
 
@@ -239,7 +310,9 @@ def test_borders_read_the_padding_of_the_op_that_follows(act):
 
 def test_one_pixel_tiles_and_halos_wider_than_a_tile():
     def fun(p, x):
-        return conv(jnp.tanh(conv(jnp.tanh(conv(x, p["w"])), p["w"], rhs_dilation=(2, 2))), p["wide"])
+        return conv(
+            jnp.tanh(conv(jnp.tanh(conv(x, p["w"])), p["w"], rhs_dilation=(2, 2))), p["wide"]
+        )
 
     assert_same(fun, WEIGHTS, IMAGE[:, :7, :5], in_axes=(None, (1, 2)), tiles=(7, 5))
 
@@ -249,6 +322,12 @@ def test_a_backward_rule_that_is_not_linear_sees_the_whole_cotangent():
         return conv(clipped(conv(x, p["w"])), p["w"])
 
     assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 5))
+
+    def also_reduced(p, x):
+        y = clipped(conv(x, p["w"]))
+        return conv(y, p["w"]) + y.sum()
+
+    assert_same(also_reduced, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 5))
 
 
 def test_batch_axis_and_all_axes_together():

@@ -71,18 +71,31 @@ class DotGeneral(Rule):
             operands[weights] = block if along == 1 else block.T
             return eqn.bind(*operands)
 
-        return Step([Need(n) if s == other else None for s, n in enumerate(needs)], evaluate, positions=[tile])
+        return Step(
+            [Need(n) if s == other else None for s, n in enumerate(needs)],
+            evaluate,
+            positions=[tile],
+        )
 
 
 def _free(eqn: Equation, side: int) -> list[int]:
     contract, batch = eqn.params["dimension_numbers"]
-    return [d for d in range(len(eqn.in_avals[side].shape)) if d not in contract[side] and d not in batch[side]]
+    return [
+        d
+        for d in range(len(eqn.in_avals[side].shape))
+        if d not in contract[side] and d not in batch[side]
+    ]
 
 
 def _banded(eqn: Equation) -> tuple[int, int] | None:
     """If a tiled dimension is contracted with a constant matrix: the matrix' operand number, and the axis."""
     contract, batch = eqn.params["dimension_numbers"]
-    tiled = [(side, eqn.in_axes[side][d]) for side in (0, 1) for d in contract[side] if eqn.in_axes[side][d] is not None]
+    tiled = [
+        (side, eqn.in_axes[side][d])
+        for side in (0, 1)
+        for d in contract[side]
+        if eqn.in_axes[side][d] is not None
+    ]
     if not tiled:
         return None
     (side, axis), weights = tiled[0], 1 - tiled[0][0]
@@ -90,7 +103,8 @@ def _banded(eqn: Equation) -> tuple[int, int] | None:
     if len(tiled) > 1 or not matrix or eqn.constant(weights) is None:
         raise Mixes(
             f"`dot_general` sums over tiled dimension {contract[side][0]} of operand {side}",
-            "only a constant matrix (interpolation weights) may be applied along a tiled axis",
+            "apply only constant matrices along a tiled axis, or write a sum of products as `(a * b).sum(axes)`, which is "
+            "accumulated over the tiles",
         )
     return weights, axis
 

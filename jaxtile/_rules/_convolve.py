@@ -33,7 +33,10 @@ def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any]) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(params: tuple, lhs: Array, rhs: Array) -> Array:
     return lax.platform_dependent(
-        lhs, rhs, cpu=functools.partial(_in_order, dict(params)), default=functools.partial(_as_given, dict(params))
+        lhs,
+        rhs,
+        cpu=functools.partial(_in_order, dict(params)),
+        default=functools.partial(_as_given, dict(params)),
     )
 
 
@@ -94,6 +97,8 @@ def _reordered(fun: Callable[..., Any]) -> Callable[..., Any]:
                 out = eqn.primitive.bind(*operands, **eqn.params)
                 out = out if eqn.primitive.multiple_results else [out]
             env.update(zip(eqn.outvars, out, strict=True))
-        return jax.tree.unflatten(jax.tree.structure(shape), [read(v) for v in closed.jaxpr.outvars])
+        return jax.tree.unflatten(
+            jax.tree.structure(shape), [read(v) for v in closed.jaxpr.outvars]
+        )
 
     return run

@@ -21,9 +21,7 @@ class Elementwise(Rule):
     """Operands have the output's shape, or 1 in a dimension to be repeated, or no dimensions at all (a scalar)."""
 
     def axes(self, eqn: Equation):
-        shape = eqn.out_avals[0].shape
-        aligned = [_aligned(axes, len(shape)) for axes in eqn.in_axes]
-        out = merge(eqn.primitive, aligned)
+        out = merge(eqn.primitive, [_contribution(eqn, i) for i in range(len(eqn.in_avals))])
         return _operand_axes(eqn, out), (out,) * len(eqn.out_avals)
 
     def promote(self, eqn: Equation, out_axes: Axes):
@@ -31,24 +29,40 @@ class Elementwise(Rule):
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         window = joint(eqn, windows)
-        needs = [Need(_repeated(aval, axes, window)) for aval, axes in zip(eqn.in_avals, eqn.in_axes, strict=True)]
-        return Step(needs, lambda scalars, *operands: eqn.bind(*operands), produced=[window] * len(eqn.out_avals))
+        needs = [
+            Need(_repeated(aval, axes, window))
+            for aval, axes in zip(eqn.in_avals, eqn.in_axes, strict=True)
+        ]
+        return Step(
+            needs,
+            lambda scalars, *operands: eqn.bind(*operands),
+            produced=[window] * len(eqn.out_avals),
+        )
 
 
-def _aligned(axes: Axes, rank: int) -> Axes:
-    return axes if len(axes) == rank else (None,) * rank
+def _contribution(eqn: Equation, i: int) -> Axes:
+    """The axes that an operand gives to the output: none where it is repeated, for there it has only one position."""
+    shape, aval, axes = eqn.out_avals[0].shape, eqn.in_avals[i], eqn.in_axes[i]
+    if not aval.shape:
+        return (None,) * len(shape)
+    return tuple(
+        a if n == m and n > 1 else None for a, n, m in zip(axes, aval.shape, shape, strict=True)
+    )
 
 
 def _operand_axes(eqn: Equation, out: Axes) -> list[Axes]:
     """An operand carries the output's axes where it has the output's size; a size-1 dimension is left as it is."""
     shape = eqn.out_avals[0].shape
     return [
-        tuple(o if n == m else a for a, o, n, m in zip(axes, out, aval.shape, shape, strict=True)) if aval.shape else ()
+        tuple(o if n == m else a for a, o, n, m in zip(axes, out, aval.shape, shape, strict=True))
+        if aval.shape
+        else ()
         for aval, axes in zip(eqn.in_avals, eqn.in_axes, strict=True)
     ]
 
 
 def _repeated(aval, axes: Axes, out: Windows) -> Windows:
-    """The windows of an operand whose size-1 dimensions are repeated along the output's."""
-    dims = [d for d, axis in enumerate(axes) if axis is not None]
-    return {d: out[d] if aval.shape[d] > 1 else out[d].moved(0, 1) for d in dims if d in out}
+    """The windows of an operand; of a dimension of size 1 that is repeated, the whole."""
+    return {
+        d: w for d, w in out.items() if aval.shape and axes[d] is not None and aval.shape[d] > 1
+    }

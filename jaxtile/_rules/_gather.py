@@ -36,7 +36,9 @@ class Gather(Rule):
                 continue
             whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
             if not whole or d in dims.collapsed_slice_dims:
-                raise Mixes(f"`gather` indexes tiled dimension {d} with values computed at run time")
+                raise Mixes(
+                    f"`gather` indexes tiled dimension {d} other than with one vector of constants"
+                )
         if fixed is not None:
             out[next(iter(_batch_dims(eqn)))] = operand[fixed]
         return [tuple(operand), tuple(indices)], [merge(eqn.primitive, [tuple(out)])]
@@ -50,9 +52,13 @@ class Gather(Rule):
                 operand[o] = indices[i]
         if fixed is None:
             sizes = local_shape(
-                eqn.params["slice_sizes"], {d: w for d, w in operand.items() if d in _window_dims(eqn).values()}
+                eqn.params["slice_sizes"],
+                {d: w for d, w in operand.items() if d in _window_dims(eqn).values()},
             )
-            return Step([Need(operand), Need(indices)], lambda scalars, x, i: eqn.bind(x, i, slice_sizes=sizes))
+            return Step(
+                [Need(operand), Need(indices)],
+                lambda scalars, x, i: eqn.bind(x, i, slice_sizes=sizes),
+            )
 
         (along,) = (o for o in _batch_dims(eqn))
         tiles = window[along]
@@ -63,11 +69,15 @@ class Gather(Rule):
         lo = np.minimum(lo, eqn.in_avals[0].shape[fixed] - size)
         operand[fixed] = tiles.moved(lo, size)
         table = (wanted - lo[:, None]).astype(np.int32)[..., None]
-        sizes = local_shape(eqn.params["slice_sizes"], {d: w for d, w in operand.items() if d != fixed})
+        sizes = local_shape(
+            eqn.params["slice_sizes"], {d: w for d, w in operand.items() if d != fixed}
+        )
 
         def evaluate(scalars, x, _):
             local = jnp.asarray(table)[scalars[0]]
-            return eqn.bind(x, local, slice_sizes=sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+            return eqn.bind(
+                x, local, slice_sizes=sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
+            )
 
         tile = tiles.moved(np.arange(len(lo)), 1)
         return Step([Need(operand), None], evaluate, positions=[tile])
@@ -83,7 +93,11 @@ def _window_dims(eqn: Equation) -> dict[int, int]:
 
 def _batch_dims(eqn: Equation) -> dict[int, int]:
     """Output dimension -> dimension of the indices."""
-    rest = [o for o in range(len(eqn.out_avals[0].shape)) if o not in eqn.params["dimension_numbers"].offset_dims]
+    rest = [
+        o
+        for o in range(len(eqn.out_avals[0].shape))
+        if o not in eqn.params["dimension_numbers"].offset_dims
+    ]
     return {o: i for i, o in enumerate(rest)}
 
 

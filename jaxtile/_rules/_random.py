@@ -26,7 +26,9 @@ class RandomBits(Rule):
         return [keys], [(*keys, *(None,) * len(eqn.params["shape"]))]
 
     def promote(self, eqn: Equation, out_axes: Axes):
-        threefry = str(eqn.in_avals[0].dtype) == "key<fry>" and jax.config.jax_threefry_partitionable
+        threefry = (
+            str(eqn.in_avals[0].dtype) == "key<fry>" and jax.config.jax_threefry_partitionable
+        )
         if not threefry or math.prod(eqn.params["shape"]) >= 2**32:
             return None
         return [out_axes[: len(eqn.in_avals[0].shape)]]
@@ -43,9 +45,14 @@ class RandomBits(Rule):
             counter = jnp.zeros(shape, np.uint32)
             for d in range(len(full)):
                 pitch = math.prod(full[d + 1 :])
-                counter += coordinates(starts.get(d, 0), shape, d).astype(np.uint32) * np.uint32(pitch)
+                counter += coordinates(starts.get(d, 0), shape, d).astype(np.uint32) * np.uint32(
+                    pitch
+                )
             data = jax.random.key_data(key)
-            k1, k2 = (lax.broadcast_in_dim(data[..., i], (*key.shape, *shape), range(rank)) for i in (0, 1))
+            k1, k2 = (
+                lax.broadcast_in_dim(data[..., i], (*key.shape, *shape), range(rank))
+                for i in (0, 1)
+            )
             counter = jnp.broadcast_to(counter, k1.shape)
             high, low = threefry2x32_p.bind(k1, k2, jnp.zeros_like(counter), counter)
             if width == 64:

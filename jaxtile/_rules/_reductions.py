@@ -16,21 +16,39 @@ from ._registry import Equation, Need, Reduction, Rule, Step, Windows, forbid, j
 
 def accumulation_dtype(dtype) -> np.dtype:
     """Sums over tiles of narrow floats are accumulated in float32."""
-    return np.dtype(np.float32) if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 else np.dtype(dtype)
+    return (
+        np.dtype(np.float32)
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+        else np.dtype(dtype)
+    )
 
 
-@register("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor", "reduce_prod", "argmax", "argmin")
+@register(
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_and",
+    "reduce_or",
+    "reduce_xor",
+    "reduce_prod",
+    "argmax",
+    "argmin",
+)
 class Reduce(Rule):
     def axes(self, eqn: Equation):
         kept = _kept(eqn)
         over = [d for d, a in enumerate(eqn.in_axes[0]) if a is not None and d not in kept]
         if over and eqn.primitive.name not in _REDUCTIONS:
-            raise Mixes(f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated over tiles")
+            raise Mixes(
+                f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated over tiles"
+            )
         return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in kept)]
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         kept = _kept(eqn)
-        return Step([Need({kept[o]: w for o, w in windows[0].items()})], lambda scalars, x: eqn.bind(x))
+        return Step(
+            [Need({kept[o]: w for o, w in windows[0].items()})], lambda scalars, x: eqn.bind(x)
+        )
 
     def reduction(self, eqn: Equation) -> Reduction | None:
         kept = _kept(eqn)
@@ -55,7 +73,11 @@ class GeneralReduce(Rule):
         kept = [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
         window, count = joint(eqn, windows), len(eqn.out_avals)
         need = Need({kept[o]: w for o, w in window.items()})
-        return Step([need] * count + [None] * count, lambda scalars, *x: eqn.bind(*x), produced=[window] * count)
+        return Step(
+            [need] * count + [None] * count,
+            lambda scalars, *x: eqn.bind(*x),
+            produced=[window] * count,
+        )
 
 
 @register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k")
@@ -69,13 +91,17 @@ class Along(Rule):
         for other in eqn.in_axes[1:]:
             axes = tuple(a if a is not None else b for a, b in zip(axes, other, strict=True))
         if axes[dim] is not None:
-            raise Mixes(f"`{eqn.primitive.name}` works along dimension {dim % len(axes)}, which is tiled")
+            raise Mixes(
+                f"`{eqn.primitive.name}` works along dimension {dim % len(axes)}, which is tiled"
+            )
         return [axes] * len(eqn.in_axes), [axes] * len(eqn.out_avals)
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         window = joint(eqn, windows)
         return Step(
-            [Need(window)] * len(eqn.in_avals), lambda scalars, *x: eqn.bind(*x), produced=[window] * len(eqn.out_avals)
+            [Need(window)] * len(eqn.in_avals),
+            lambda scalars, *x: eqn.bind(*x),
+            produced=[window] * len(eqn.out_avals),
         )
 
 
@@ -102,7 +128,11 @@ class Sum(Reduction):
 
     def partial(self, operand, owned):
         dtype = accumulation_dtype(operand.dtype)
-        return (jnp.sum(_masked(operand, owned, 0).astype(dtype), axis=self.eqn.params["axes"], dtype=dtype),)
+        return (
+            jnp.sum(
+                _masked(operand, owned, 0).astype(dtype), axis=self.eqn.params["axes"], dtype=dtype
+            ),
+        )
 
     def merge(self, state, partial):
         return (state[0] + partial[0],)
@@ -128,7 +158,9 @@ class Extremum(Reduction):
         if dtype == np.bool_:
             return np.bool_(not low)
         info = np.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
-        return np.array((info.min if low else info.max) if info else (-np.inf if low else np.inf), dtype)
+        return np.array(
+            (info.min if low else info.max) if info else (-np.inf if low else np.inf), dtype
+        )
 
     def start(self):
         shape = self.eqn.out_avals[0].shape
@@ -138,7 +170,9 @@ class Extremum(Reduction):
         x = _masked(operand, owned, self._worst)
         (best,) = self.eqn.bind(x)
         hit = x == _spread(best, self.eqn, x.shape)
-        return best, jnp.sum(_masked(hit, owned, False), axis=self.eqn.params["axes"], dtype=np.int32)
+        return best, jnp.sum(
+            _masked(hit, owned, False), axis=self.eqn.params["axes"], dtype=np.int32
+        )
 
     def merge(self, state, partial):
         (best, count), (other, other_count) = state, partial
@@ -158,7 +192,9 @@ class Extremum(Reduction):
         # decided by forward values alone, and where in such a tile by recomputed values alone.
         x = _masked(operand, owned, self._worst)
         (here,) = self.eqn.bind(x)
-        share = jnp.where(remembered[0] == state[0], cotangent / state[1].astype(cotangent.dtype), 0)
+        share = jnp.where(
+            remembered[0] == state[0], cotangent / state[1].astype(cotangent.dtype), 0
+        )
         hit = _masked(x == _spread(here, self.eqn, x.shape), owned, False)
         return jnp.where(hit, _spread(share, self.eqn, x.shape), 0)
 

@@ -43,12 +43,15 @@ class Equation:
     out_axes: tuple[Axes, ...] = ()
     constant: Callable[[int], np.ndarray | None] = lambda i: None
     """The value of operand `i` if it does not depend on any argument of the function."""
-    source_info: Any = None
+    source_infos: tuple[Any, ...] = (None,)
+    """Where it was traced, and the calls that it was inlined from, innermost first."""
     effects: Any = ()
 
     def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
         """Apply the primitive to other operands, with some of its parameters changed."""
-        out = self.primitive.bind(*operands, **self.primitive.get_bind_params({**self.params, **changed}))
+        out = self.primitive.bind(
+            *operands, **self.primitive.get_bind_params({**self.params, **changed})
+        )
         return list(out) if self.primitive.multiple_results else [out]
 
 
@@ -108,7 +111,9 @@ class Reduction(Protocol):
         """The state of one tile. `owned` is False where an element belongs to another tile."""
         ...
 
-    def merge(self, state: tuple[jax.Array, ...], partial: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]: ...
+    def merge(
+        self, state: tuple[jax.Array, ...], partial: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]: ...
 
     def finish(self, state: tuple[jax.Array, ...]) -> jax.Array: ...
 
@@ -161,7 +166,9 @@ def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
     for dim, labels in enumerate(zip(*axes, strict=True)):
         found = {label for label in labels if label is not None}
         if len(found) > 1:
-            raise Mixes(f"`{primitive.name}` combines different tiled axes {sorted(found)} in dimension {dim}")
+            raise Mixes(
+                f"`{primitive.name}` combines different tiled axes {sorted(found)} in dimension {dim}"
+            )
         merged.append(found.pop() if found else None)
     repeated = {a for a in merged if a is not None and merged.count(a) > 1}
     if repeated:
@@ -169,7 +176,9 @@ def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
     return tuple(merged)
 
 
-def joint(eqn: Equation, windows: Sequence[Windows | None], shape: Sequence[int] | None = None) -> Windows:
+def joint(
+    eqn: Equation, windows: Sequence[Windows | None], shape: Sequence[int] | None = None
+) -> Windows:
     """One window that holds those of all outputs, for primitives whose outputs are alike."""
     wanted = [w for w in windows if w is not None]
     shape = eqn.out_avals[0].shape if shape is None else shape
@@ -180,4 +189,6 @@ def forbid(eqn: Equation, operand: int, dims: Sequence[int], what: str) -> None:
     """Refuse if one of these dimensions of an operand is tiled."""
     for dim in dims:
         if eqn.in_axes[operand][dim] is not None:
-            raise Mixes(f"`{eqn.primitive.name}` {what}, and dimension {dim} of operand {operand} is tiled")
+            raise Mixes(
+                f"`{eqn.primitive.name}` {what}, and dimension {dim} of operand {operand} is tiled"
+            )

@@ -11,7 +11,19 @@ from jax import lax
 
 from .._errors import Mixes
 from .._geometry import Window
-from ._registry import Axes, Equation, Need, Rule, Step, Windows, forbid, joint, merge, register, untiled
+from ._registry import (
+    Axes,
+    Equation,
+    Need,
+    Rule,
+    Step,
+    Windows,
+    forbid,
+    joint,
+    merge,
+    register,
+    untiled,
+)
 
 
 def coordinates(start, shape: Sequence[int], dim: int):
@@ -26,21 +38,29 @@ def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
 @register("broadcast_in_dim")
 class Broadcast(Rule):
     def axes(self, eqn: Equation):
+        """A dimension of size 1 that is repeated has only one position: it gives the output no axis."""
         out: list[int | None] = [None] * len(eqn.params["shape"])
         for i, o in enumerate(eqn.params["broadcast_dimensions"]):
-            out[o] = eqn.in_axes[0][i]
+            if eqn.in_avals[0].shape[i] == eqn.params["shape"][o]:
+                out[o] = eqn.in_axes[0][i]
         return eqn.in_axes, [tuple(out)]
 
     def promote(self, eqn: Equation, out_axes: Axes):
         dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
         sizes = eqn.in_avals[0].shape
-        operand = tuple(out_axes[o] if n == shape[o] else a for n, o, a in zip(sizes, dims, eqn.in_axes[0], strict=True))
+        operand = tuple(
+            out_axes[o] if n == shape[o] else a
+            for n, o, a in zip(sizes, dims, eqn.in_axes[0], strict=True)
+        )
         return [operand]
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         (window,), dims, sizes = windows, eqn.params["broadcast_dimensions"], eqn.in_avals[0].shape
-        tiled = {i: window[o] for i, o in enumerate(dims) if eqn.in_axes[0][i] is not None}
-        need = {i: w if sizes[i] == eqn.params["shape"][dims[i]] else w.moved(0, 1) for i, w in tiled.items()}
+        need = {
+            i: window[o]
+            for i, o in enumerate(dims)
+            if eqn.in_axes[0][i] is not None and o in window and sizes[i] == eqn.params["shape"][o]
+        }
         shape = local_shape(eqn.params["shape"], window)
         return Step([Need(need)], lambda scalars, x: [lax.broadcast_in_dim(x, shape, dims)])
 
@@ -106,15 +126,20 @@ class Split(Rule):
         dim, sizes = eqn.params["axis"], eqn.params["sizes"]
         if eqn.in_axes[0][dim] is None:
             window = joint(eqn, windows)
-            return Step([Need(window)], lambda scalars, x: eqn.bind(x), produced=[window] * len(sizes))
+            return Step(
+                [Need(window)], lambda scalars, x: eqn.bind(x), produced=[window] * len(sizes)
+            )
         # What is read for all parts together holds each of them: the caller crops a part out of it.
         begins = np.cumsum([0, *sizes[:-1]])
         shifted = [
-            w and {**w, dim: w[dim].moved(w[dim].starts + begin, w[dim].size)} for w, begin in zip(windows, begins, strict=True)
+            w and {**w, dim: w[dim].moved(w[dim].starts + begin, w[dim].size)}
+            for w, begin in zip(windows, begins, strict=True)
         ]
         read = joint(eqn, shifted, eqn.in_avals[0].shape)
         along = read[dim]
-        produced = [{**read, dim: along.moved(along.starts - begin, along.size)} for begin in begins]
+        produced = [
+            {**read, dim: along.moved(along.starts - begin, along.size)} for begin in begins
+        ]
         return Step([Need(read)], lambda scalars, x: [x] * len(sizes), produced=produced)
 
 
@@ -126,7 +151,9 @@ class DynamicSlice(Rule):
         for d, axis in enumerate(eqn.in_axes[0]):
             whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
             if axis is not None and not whole and eqn.constant(1 + d) is None:
-                raise Mixes(f"`dynamic_slice` along tiled dimension {d} starts at a value computed at run time")
+                raise Mixes(
+                    f"`dynamic_slice` along tiled dimension {d} starts at a value computed at run time"
+                )
         return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
@@ -152,7 +179,10 @@ class DynamicUpdateSlice(Rule):
         axes = merge(eqn.primitive, eqn.in_axes[:2])
         for d, axis in enumerate(axes):
             if axis is not None and eqn.in_avals[0].shape[d] != eqn.in_avals[1].shape[d]:
-                raise Mixes(f"`dynamic_update_slice` changes a part of tiled dimension {d}", "use `concatenate` or `where`")
+                raise Mixes(
+                    f"`dynamic_update_slice` changes a part of tiled dimension {d}",
+                    "use `concatenate` or `where`",
+                )
         return [axes, axes, *map(untiled, eqn.in_avals[2:])], [axes]
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
@@ -160,7 +190,9 @@ class DynamicUpdateSlice(Rule):
             starts = [jnp.zeros_like(s) if d in windows[0] else s for d, s in enumerate(starts)]
             return [lax.dynamic_update_slice(x, update, starts)]
 
-        return Step([Need(windows[0]), Need(windows[0]), *[None] * (len(eqn.in_avals) - 2)], evaluate)
+        return Step(
+            [Need(windows[0]), Need(windows[0]), *[None] * (len(eqn.in_avals) - 2)], evaluate
+        )
 
 
 @register("rev")
@@ -170,7 +202,10 @@ class Reverse(Rule):
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         length = eqn.in_avals[0].shape
-        need = {d: w.moved(length[d] - w.stops, w.size) if d in eqn.params["dimensions"] else w for d, w in windows[0].items()}
+        need = {
+            d: w.moved(length[d] - w.stops, w.size) if d in eqn.params["dimensions"] else w
+            for d, w in windows[0].items()
+        }
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 
@@ -187,10 +222,15 @@ class Concatenate(Rule):
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         (window,), dim = windows, eqn.params["dimension"]
         if dim not in window:
-            return Step([Need(window)] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts))
+            return Step(
+                [Need(window)] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts)
+            )
         ends = np.cumsum([aval.shape[dim] for aval in eqn.in_avals])
         along = window[dim]
-        needs = [Need({**window, dim: along.moved(along.starts - begin, along.size)}) for begin in [0, *ends[:-1]]]
+        needs = [
+            Need({**window, dim: along.moved(along.starts - begin, along.size)})
+            for begin in [0, *ends[:-1]]
+        ]
 
         def evaluate(scalars, *parts):
             # Every part was read on the whole window, zeros where it has nothing; each position takes its own part.
@@ -275,7 +315,11 @@ class Pad(Rule):
             masked[d] = (before, pitch, eqn.in_avals[0].shape[d])
         if value is not None:
             fill = value[()]
-            return Step([Need(need, fill), None], lambda scalars, x, v: [lax.pad(x, v, padding)], produced=[produced])
+            return Step(
+                [Need(need, fill), None],
+                lambda scalars, x, v: [lax.pad(x, v, padding)],
+                produced=[produced],
+            )
 
         def evaluate(scalars, x, v):
             inside = True
@@ -285,7 +329,9 @@ class Pad(Rule):
                 inside &= (position >= 0) & (position < (length - 1) * pitch + 1)
             return [jnp.where(inside, out, v)]
 
-        return Step([Need(need), None], evaluate, positions=list(produced.values()), produced=[produced])
+        return Step(
+            [Need(need), None], evaluate, positions=list(produced.values()), produced=[produced]
+        )
 
 
 @register("reshape")
@@ -306,7 +352,10 @@ class Reshape(Rule):
         return eqn.in_axes, [tuple(out)]
 
     def promote(self, eqn: Equation, out_axes: Axes):
-        operand = [a if n == 1 else None for a, n in zip(eqn.in_axes[0], eqn.in_avals[0].shape, strict=True)]
+        operand = [
+            a if n == 1 else None
+            for a, n in zip(eqn.in_axes[0], eqn.in_avals[0].shape, strict=True)
+        ]
         try:
             for dim, axis in enumerate(out_axes):
                 if axis is not None:
@@ -342,16 +391,18 @@ def _regrouped(window: Window, elements: int, out_elements: int) -> tuple[Window
     return window.moved(first, count), window.moved(first * k, count * k)
 
 
-def _counterpart(shape: Sequence[int], other: Sequence[int], dim: int) -> tuple[int | None, int, int]:
+def _counterpart(
+    shape: Sequence[int], other: Sequence[int], dim: int
+) -> tuple[int | None, int, int]:
     """The dimension of `other` that holds the rows of `shape`'s `dim`, and the elements per row on either side.
 
     Both shapes are split into the shortest runs of dimensions with equal products; `dim` must be the first of its run. A
     dimension of size 1 matches one of size 1 in the same place, or none (it was squeezed away).
     """
     if shape[dim] == 1:
-        before = math.prod(shape[:dim])
-        ones = [d for d, n in enumerate(other) if n == 1 and math.prod(other[:d]) == before]
-        return (ones[0] if ones else None), 1, 1
+        ones, other_ones = (_ones_beside(s, math.prod(shape[:dim])) for s in (shape, other))
+        place = ones.index(dim)
+        return (other_ones[place] if place < len(other_ones) else None), 1, 1
     left = [d for d, n in enumerate(shape) if n != 1]
     right = [d for d, n in enumerate(other) if n != 1]
     for run, other_run in _runs(shape, other, left, right):
@@ -368,11 +419,18 @@ def _counterpart(shape: Sequence[int], other: Sequence[int], dim: int) -> tuple[
     )
 
 
+def _ones_beside(shape: Sequence[int], before: int) -> list[int]:
+    """Dimensions of size 1 that have this many elements before them."""
+    return [d for d, n in enumerate(shape) if n == 1 and math.prod(shape[:d]) == before]
+
+
 def _runs(shape, other, left: list[int], right: list[int]):
     """Pairs of shortest runs of dimensions (of sizes other than 1) with equal products."""
     while left:
         i = j = 1
-        while (a := math.prod(shape[d] for d in left[:i])) != (b := math.prod(other[d] for d in right[:j])):
+        while (a := math.prod(shape[d] for d in left[:i])) != (
+            b := math.prod(other[d] for d in right[:j])
+        ):
             i, j = (i + 1, j) if a < b else (i, j + 1)
         yield left[:i], right[:j]
         left, right = left[i:], right[j:]

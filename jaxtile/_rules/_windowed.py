@@ -147,7 +147,13 @@ class GeneralPool(_Pool):
 
     def axes(self, eqn: Equation):
         if len(eqn.in_avals) != 2:
-            raise Mixes("`reduce_window` over several arrays at once is not tiled", "reduce one array at a time")
+            raise Mixes(
+                "`reduce_window` over several arrays at once is not tiled",
+                "reduce one array at a time",
+            )
         if eqn.constant(1) is None:
-            raise Mixes("`reduce_window` starts from a value that is computed at run time", "start from a constant")
+            raise Mixes(
+                "`reduce_window` starts from a value that is computed at run time",
+                "start from a constant",
+            )
         return super().axes(eqn)

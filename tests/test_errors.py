@@ -1,0 +1,175 @@
+"""Refusals: our own exception, with the primitive, the line, the shapes, and what to do."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+from jaxtile import TilingError
+
+from .support import assert_same, conv, normal
+
+IMAGE = normal(0, 1, 8, 6, 2)
+W = normal(1, 3, 3, 2, 2)
+DENSE = normal(2, 8, 5)
+
+
+def refused(fun, *words, args=(W, IMAGE), in_axes=(None, (1, 2)), tiles=(2, 2), policy=None):
+    with pytest.raises(TilingError) as caught:
+        jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tiles, policy=policy)(*args)
+    for word in words:
+        assert word in str(caught.value), f"{word!r} is not in: {caught.value}"
+    return str(caught.value)
+
+
+MIXES = {
+    "fft": lambda w, x: jnp.fft.fft(x, axis=1).real,
+    "dot_general": lambda w, x: jnp.einsum("nhwc,hk->nkwc", x, DENSE * w[0, 0, 0, 0]),
+    "reshape": lambda w, x: x.reshape(1, 48, 2),
+    "cumsum": lambda w, x: jnp.cumsum(x, 1),
+    "sort": lambda w, x: jnp.sort(x, 2),
+    "argmax": lambda w, x: jnp.argmax(x, 1),
+    "reduce_prod": lambda w, x: jnp.prod(x, (1, 2)),
+    "conv_general_dilated": lambda w, x: jax.lax.conv(
+        x, w.transpose(3, 2, 0, 1)[:, :1].repeat(8, 1), (1, 1), "SAME"
+    ),
+    "gather": lambda w, x: jnp.take_along_axis(x, jnp.argmax(x, 3)[..., None], 1),
+    "while": lambda w, x: jax.lax.while_loop(lambda c: c.sum() < 0, jnp.sin, x),
+    "scatter": lambda w, x: x.at[:, 2].set(0.0),
+    "tile": lambda w, x: jnp.tile(x, (1, 2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("primitive", MIXES)
+def test_an_op_that_mixes_a_tiled_axis(primitive):
+    message = refused(
+        MIXES[primitive], f"`{primitive}`", "test_errors.py:", "8*", "6*", "What to do"
+    )
+    assert "site-packages" not in message
+
+
+@pytest.mark.parametrize("primitive", ["fft", "reshape", "cumsum", "argmax", "dot_general", "sort"])
+def test_what_is_stored_may_be_mixed(primitive):
+    """The way out that the message names: store the operand, and the rest runs untiled."""
+
+    def fun(w, x):
+        stored = checkpoint_name(jnp.tanh(conv(x, w)), "stored")
+        return MIXES[primitive](w, stored), conv(stored, w)
+
+    policy = jax.checkpoint_policies.save_only_these_names("stored")
+    assert_same(fun, W, IMAGE, in_axes=(None, (1, 2)), tiles=(2, 3), policy=policy)
+
+
+def test_a_named_argument_may_be_mixed():
+    def fun(w, x):
+        return checkpoint_name(x, "image").reshape(1, -1), jax.nn.relu(
+            checkpoint_name(conv(x, w), "c")
+        ).reshape(1, 48, 2)
+
+    policy = jax.checkpoint_policies.save_only_these_names("image", "c")
+    assert_same(fun, W, IMAGE, in_axes=(None, (1, 2)), tiles=(2, 3), policy=policy)
+
+
+def test_two_tiled_axes_in_one_dimension():
+    refused(lambda w, x: x + jnp.swapaxes(x, 1, 2), "different tiled axes", args=(W, IMAGE[:, :6]))
+    refused(
+        lambda w, x: conv(w, x), "needs its whole kernel", args=(IMAGE, W), in_axes=(None, (0, 1))
+    )
+
+
+def test_more_tiles_than_rows():
+    refused(lambda w, x: conv(x, w, 4), "3 tiles", "2 rows", "'output'", tiles=(3, 2))
+
+
+@pytest.mark.parametrize(
+    "in_axes, words",
+    [
+        ((None,), ["1 entries", "2 positional arguments"]),
+        ((None, None), ["tiles nothing"]),
+        ((None, (1, 7)), ["axis 7", "(1, 8, 6, 2)"]),
+        ((None, (1, 1)), ["twice"]),
+        (((0,), (1, 2)), ["same number of axes"]),
+        ((None, {"image": (1, 2)}), ["pytree prefix"]),
+        (1.5, ["1.5", "one entry per argument"]),
+    ],
+)
+def test_wrong_in_axes(in_axes, words):
+    refused(lambda w, x: conv(x, w), "`in_axes`", *words, in_axes=in_axes)
+
+
+@pytest.mark.parametrize(
+    "tiles, words",
+    [
+        ((2,), ["(2,)", "has 2"]),
+        ((2, 0), ["(2, 0)", "positive"]),
+        ((2, 1.5), ["1.5", "positive integers"]),
+        ({"missing": (2, 2), ...: (2, 2)}, ["'missing'", "no stored value"]),
+        ({"missing": (2, 2)}, ["...", "no grid"]),
+        (4, ["4", "tuple"]),
+        ((True, 2), ["True", "positive integers"]),
+    ],
+)
+def test_wrong_tiles(tiles, words):
+    refused(lambda w, x: conv(x, w), "`tiles", *words, tiles=tiles)
+
+
+def test_mismatched_sizes():
+    """Tiled arguments that meet must have equal sizes; JAX says so itself, at the user's line."""
+    with pytest.raises(TypeError, match="incompatible shapes|broadcast"):
+        jaxtile.checkpoint(lambda a, b: a + b, in_axes=((1, 2), (1, 2)), tiles=(2, 2))(
+            IMAGE, IMAGE[:, :5]
+        )
+
+
+def test_offloading_is_refused_for_now():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["x"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    refused(
+        lambda w, x: checkpoint_name(conv(x, w), "x"), "offload", "not supported", policy=policy
+    )
+
+
+def test_not_a_function():
+    with pytest.raises(TilingError, match="callable"):
+        jaxtile.checkpoint(3, in_axes=((1, 2),), tiles=(2, 2))
+
+
+@jax.custom_vjp
+def normalise_gradient(x):
+    return x
+
+
+normalise_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.sqrt((g**2).sum()),))
+
+
+@jax.custom_vjp
+def smooth_gradient(x):
+    return x
+
+
+smooth_gradient.defvjp(lambda x: (x, None), lambda _, g: ((g + jnp.roll(g, 1, 1)) / 2,))
+
+
+@jax.custom_vjp
+def clip_gradient(x):
+    return x * 2
+
+
+clip_gradient.defvjp(lambda x: (x * 2, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def test_backward_rules_that_look_beyond_their_position():
+    refused(
+        lambda w, x: conv(normalise_gradient(conv(x, w)), w),
+        "custom_vjp",
+        "reduces over a tiled axis",
+    )
+    refused(
+        lambda w, x: conv(smooth_gradient(conv(x, w)), w), "custom_vjp", "neighbouring positions"
+    )
+    refused(lambda w, x: conv(clip_gradient(conv(x, w)), w), "not linear", "divide", tiles=(3, 2))

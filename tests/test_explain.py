@@ -1,0 +1,91 @@
+"""What `explain` says equals the arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+
+from .support import conv, max_pool, normal
+
+
+def chain(params, x):
+    for w in params:
+        x = conv(x, w)
+    return x
+
+
+def test_halo_and_operations_of_a_chain_of_convolutions():
+    layers, channels, size, grid = 3, 2, 32, 4
+    params = [normal(i, 3, 3, channels, channels) for i in range(layers)]
+    image = normal(9, 1, size, size, channels)
+    (region,) = jaxtile.explain(
+        chain, params, image, in_axes=(None, (1, 2)), tiles=(grid, grid)
+    ).regions
+    tile = size // grid
+    assert region.tiles == grid**2
+    assert region.ops == {"conv_general_dilated": layers}
+    assert region.reads[0].window == (tile + 2 * layers,) * 2
+    assert region.reads[0].halo == ((layers, layers),) * 2
+    per_position = 2 * 9 * channels**2
+    assert region.plain_flops == layers * size**2 * per_position
+    # Layer k of n produces the tile and n - k positions of halo on every side.
+    produced = [(tile + 2 * (layers - k)) ** 2 for k in range(1, layers + 1)]
+    assert region.tiled_flops == grid**2 * sum(produced) * per_position
+    assert region.halo_share == pytest.approx(1 - layers * tile**2 / sum(produced))
+    assert region.stored_bytes == size**2 * channels * 8
+
+
+def test_strides_reach_further_on_one_side():
+    def fun(w, x):
+        return max_pool(conv(x, w, 2))
+
+    explanation = jaxtile.explain(
+        fun, normal(0, 3, 3, 1, 1), normal(1, 1, 64, 64, 1), in_axes=(None, (1, 2)), tiles=(4, 2)
+    )
+    (use,) = explanation.regions[0].reads
+    assert use.window == (17, 33)
+    assert use.halo == ((0, 1), (0, 1))
+
+
+def test_regions_names_and_bytes():
+    def fun(w, x):
+        x = checkpoint_name(jnp.tanh(conv(x, w)), "first")
+        x = checkpoint_name(max_pool(conv(x, w)), "pool")
+        return x.mean((1, 2)) @ w[0, 0]
+
+    policy = jax.checkpoint_policies.save_only_these_names("first", "pool")
+    args = normal(0, 3, 3, 2, 2), normal(1, 1, 16, 16, 2)
+    explanation = jaxtile.explain(fun, *args, in_axes=(None, (1, 2)), tiles=(2, 2), policy=policy)
+    assert [[w.name for w in r.writes] for r in explanation.regions] == [
+        ["first"],
+        ["pool"],
+        ["reduce_sum"],
+    ]
+    assert [[w.name for w in r.reads] for r in explanation.regions] == [
+        ["input"],
+        ["first"],
+        ["pool"],
+    ]
+    assert explanation.stored_bytes == 8 * (16 * 16 * 2 + 8 * 8 * 2 + 2)
+    assert explanation.global_flops > 0
+    text = str(explanation)
+    for word in ("region 0", "first", "pool", "halo", "tanh", "2 x 2 tiles"):
+        assert word in text
+
+
+def test_an_untiled_region_costs_no_recomputation():
+    w, x = normal(0, 3, 3, 2, 2), normal(1, 1, 16, 16, 2)
+    plain = jaxtile.explain(chain, [w], x, in_axes=(None, (1, 2)), tiles={...: None})
+    assert plain.overhead == 1
+    assert jaxtile.explain(
+        chain, [w], x, in_axes=(None, (1, 2)), tiles=(1, 1)
+    ).overhead == pytest.approx(4 / 3)
+
+
+def test_shapes_are_enough():
+    shape = jax.ShapeDtypeStruct
+    args = [shape((3, 3, 1, 1), "float32")] * 4, shape((1, 40_000, 40_000, 1), "float32")
+    explanation = jaxtile.explain(chain, *args, in_axes=(None, (1, 2)), tiles=(40, 40))
+    assert explanation.regions[0].reads[0].window == (1008, 1008)

@@ -1,0 +1,124 @@
+"""Reductions over tiled axes: exact forwards and backwards, whatever they feed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from .support import assert_same, conv, normal
+
+IMAGE = normal(0, 2, 11, 9, 4)
+PARAMS = {"w": normal(1, 3, 3, 4, 4), "m": normal(2, 4, 4)}
+
+
+def batch_norm(p, x):
+    x = conv(x, p["w"])
+    mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+    return conv((x - mean) * jax.lax.rsqrt(var + 1e-5), p["w"]), mean, var
+
+
+def group_norm(p, x):
+    x = conv(x, p["w"]).reshape(2, 11, 9, 2, 2)
+    mean, var = x.mean((1, 2, 4), keepdims=True), x.var((1, 2, 4), keepdims=True)
+    return ((x - mean) / jnp.sqrt(var + 1e-3)).reshape(2, 11, 9, 4)
+
+
+def squeeze_excite(p, x):
+    x = conv(x, p["w"])
+    gate = jax.nn.sigmoid(jax.nn.relu(x.mean((1, 2)) @ p["m"]) @ p["m"])
+    return conv(x * gate[:, None, None], p["w"])
+
+
+def classifier(p, x):
+    features = jax.nn.relu(conv(x, p["w"])).mean((1, 2))
+    return jax.nn.log_softmax(jnp.tanh(features @ p["m"]) @ p["m"])
+
+
+def global_max(p, x):
+    return conv(x, p["w"]).max((1, 2)) @ p["m"], x.min((0, 1)), jnp.abs(x).max()
+
+
+def ties(p, x):
+    """Ties share the gradient, inside a tile and across tiles."""
+    return (
+        jnp.round(x).max((1, 2)),
+        jnp.round(x).min((1, 2, 3)),
+        jax.nn.relu(conv(x, p["w"]) - 3).min((1, 2)),
+    )
+
+
+def one_axis(p, x):
+    """Values that carry one of the two tiled axes only, broadcast back to both."""
+    x = conv(x, p["w"])
+    rows, columns = x.mean(2), x.max(1)
+    smooth = jax.lax.conv_general_dilated(
+        rows, p["w"][0], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+    )
+    return x - smooth[:, :, None] * columns[:, None], rows
+
+
+def spatial_softmax(p, x):
+    logits = conv(x, p["w"])
+    weights = jnp.exp(logits - logits.max((1, 2), keepdims=True))
+    weights /= weights.sum((1, 2), keepdims=True)
+    return (weights * jnp.arange(11)[:, None, None]).sum((1, 2)), (weights * x).sum((1, 2))
+
+
+def logical(p, x):
+    return (x > 2).any((1, 2)), (x > -4).all(), (x > 0).sum(), (x * 3).astype(jnp.int32).max((1, 2))
+
+
+def beside_a_reader_that_jumps(p, x):
+    """The reduced value is also read on windows that do not follow the tiles in order."""
+    y = conv(x, p["w"])
+    return y.mean(), jnp.concatenate([y, y], 1), jnp.flip(y, 2) * y.max((1, 2), keepdims=True)
+
+
+def to_one_position(p, x):
+    """The tiled dimensions shrink to size 1 and are dropped."""
+    y = conv(x, p["w"])
+    pooled = jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 11, 9, 1), (1, 1, 1, 1), "VALID")
+    return y[:, 0, 0] @ p["m"], pooled.reshape(2, 4) @ p["m"], y[:, 3, 2:3] * y[:, :, 1]
+
+
+FUNCTIONS = [
+    beside_a_reader_that_jumps,
+    to_one_position,
+    batch_norm,
+    group_norm,
+    squeeze_excite,
+    classifier,
+    global_max,
+    ties,
+    one_axis,
+    spatial_softmax,
+    logical,
+]
+
+
+@pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda f: f.__name__)
+def test_reduction(fun):
+    assert_same(fun, PARAMS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 4))
+
+
+def test_batch_statistics_with_a_tiled_batch():
+    assert_same(batch_norm, PARAMS, IMAGE, in_axes=(None, (0, 1)), tiles=(2, 2))
+
+
+def test_a_map_smaller_than_the_grid_is_reduced_in_fewer_tiles():
+    def fun(p, x):
+        small = conv(x, p["w"], 4)
+        return conv(x - small.mean((1, 2), keepdims=True), p["w"])
+
+    assert_same(fun, PARAMS, IMAGE, in_axes=(None, (1, 2)), tiles=(5, 5))
+
+
+def test_narrow_sums_accumulate_in_float32():
+    """4096 bfloat16 ones over 64 tiles: in bfloat16 the sum would stop at 256."""
+    import jaxtile
+
+    tiled = jaxtile.checkpoint(
+        lambda w, x: jnp.sum(x * w, (0, 1)), in_axes=(None, (0, 1)), tiles=(64, 64)
+    )
+    x, w = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((), jnp.bfloat16)
+    assert float(tiled(w, x)) == 4096
+    assert float(jax.grad(tiled)(w, x)) == 4096
