@@ -8,7 +8,7 @@ STAMP = $(VENV)/.installed
 .PHONY: demo test test-all lint format clean
 
 demo: $(STAMP)
-	$(BIN)/python -m experiments.demo
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m experiments.demo
 
 test: $(STAMP)
 	$(BIN)/ruff check .

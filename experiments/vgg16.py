@@ -1,9 +1,11 @@
-"""VGG16 features on one large image: plain JAX against stored, tiled and recomputed schedules, in one run.
+"""VGG16 features on one large image: plain JAX against stored, tiled and recomputed schedules, in
+one run.
 
     python -m experiments.vgg16 --size=4096 --dtype=bfloat16
 
-Each schedule runs in a process of its own, because the peak of the allocator never goes down. Printed per schedule: milliseconds per
-step (forward and backward of all weights, median), compiled bytes (temporaries), peak of the allocator, and ratios to plain.
+Each schedule runs in a process of its own, because the peak of the allocator never goes down.
+Printed per schedule: milliseconds per step (forward and backward of all weights, median), compiled
+bytes (temporaries), peak of the allocator, and ratios to plain.
 """
 
 from __future__ import annotations
@@ -20,19 +22,29 @@ from absl import app, flags
 _SIZE = flags.DEFINE_integer("size", 4096, "height and width of the image")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "type of weights and activations")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
-_ONLY = flags.DEFINE_list("only", [], "schedules to run; all if empty")
-_RUN = flags.DEFINE_string("run", "", "internal: run this one schedule in this process")
+PLAIN, REMAT, REST_PLAIN, TWO_REGIONS, ONE_REGION = SCHEDULES = (
+    "plain JAX",
+    "jax.checkpoint per block",
+    "blocks 1-2 tiled + rest plain",
+    "blocks 1-2 tiled + rest in tiles twice as large",
+    "one tiled region",
+)
+_ONLY = flags.DEFINE_multi_enum("only", SCHEDULES, SCHEDULES, "schedules to run")
+_TILE = flags.DEFINE_integer("tile", 1024, "size of a tile of the image in blocks 1 and 2")
+_RUN = flags.DEFINE_enum("run", None, SCHEDULES, "run this one schedule, in this process")
 _LIMIT = flags.DEFINE_integer("limit", 300, "seconds allowed per schedule")
 
 _BLOCKS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
 
-SCHEDULES = {
-    "plain": None,
-    "remat per block": "remat",
-    "blocks 1-2 tiled 4x4, rest plain": {"pool2": (4, 4), ...: None},
-    "blocks 1-2 tiled 4x4, rest 2x2": {"pool2": (4, 4), ...: (2, 2)},
-    "one region, 4x4": (4, 4),
-}
+
+def grids(schedule: str):
+    """`tiles` of a schedule: `size / tile` tiles per axis in the first two blocks."""
+    n = _SIZE.value // _TILE.value
+    return {
+        REST_PLAIN: {"pool2": (n, n), ...: None},
+        TWO_REGIONS: {"pool2": (n, n), ...: (n // 2, n // 2)},
+        ONE_REGION: (n, n),
+    }.get(schedule)
 
 
 def main(argv: list[str]) -> None:
@@ -41,7 +53,7 @@ def main(argv: list[str]) -> None:
         print(json.dumps(measure(_RUN.value)))
         return
     rows = []
-    for name in _ONLY.value or SCHEDULES:
+    for name in _ONLY.value:
         command = [
             sys.executable,
             "-m",
@@ -49,7 +61,11 @@ def main(argv: list[str]) -> None:
             f"--run={name}",
             f"--size={_SIZE.value}",
         ]
-        command += [f"--dtype={_DTYPE.value}", f"--repeats={_REPEATS.value}"]
+        command += [
+            f"--dtype={_DTYPE.value}",
+            f"--repeats={_REPEATS.value}",
+            f"--tile={_TILE.value}",
+        ]
         environment = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -59,11 +75,7 @@ def main(argv: list[str]) -> None:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_LIMIT.value, env=environment
             )
-            row = (
-                json.loads(done.stdout.splitlines()[-1])
-                if done.returncode == 0
-                else {"error": done.stderr[-600:]}
-            )
+            row = outcome(done)
         except subprocess.TimeoutExpired:
             row = {"error": f"took longer than {_LIMIT.value} s"}
         rows.append((name, row))
@@ -71,9 +83,16 @@ def main(argv: list[str]) -> None:
     print(table(rows))
 
 
+def outcome(done: subprocess.CompletedProcess) -> dict:
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    errors = [line for line in done.stderr.splitlines() if "Error" in line or "RESOURCE" in line]
+    return {"error": (errors or ["no message"])[-1][:200]}
+
+
 def table(rows: list[tuple[str, dict]]) -> str:
     """A Markdown table with ratios to the plain schedule."""
-    plain = next((row for name, row in rows if name == "plain" and "ms" in row), None)
+    plain = next((row for name, row in rows if name == PLAIN and "ms" in row), None)
     lines = [
         "| schedule | ms | ratio | GiB | ratio | allocator's peak GiB | compile s |",
         "|---|---|---|---|---|---|---|",
@@ -86,7 +105,8 @@ def table(rows: list[tuple[str, dict]]) -> str:
         memory_ratio = f"{row['gib'] / plain['gib']:.3f}" if plain else "-"
         peak = f"{row['peak_gib']:.2f}" if row["peak_gib"] is not None else "-"
         lines.append(
-            f"| {name} | {row['ms']:.1f} | {time_ratio} | {row['gib']:.2f} | {memory_ratio} | {peak} | {row['compile_s']:.0f} |"
+            f"| {name} | {row['ms']:.1f} | {time_ratio} | {row['gib']:.2f} | {memory_ratio} | "
+            f"{peak} | {row['compile_s']:.0f} |"
         )
     return "\n".join(lines)
 
@@ -95,7 +115,7 @@ def measure(name: str) -> dict:
     import jax
     import jax.numpy as jnp
 
-    step, params, image = vgg16_step(SCHEDULES[name], _SIZE.value, jnp.dtype(_DTYPE.value))
+    step, params, image = vgg16_step(name, _SIZE.value, jnp.dtype(_DTYPE.value))
     begin = time.perf_counter()
     compiled = jax.jit(step).lower(params, image).compile()
     compile_s = time.perf_counter() - begin
@@ -134,19 +154,15 @@ def vgg16_step(schedule, size: int, dtype):
 
     def features(params, x):
         for index, layers in enumerate(params, start=1):
-            wrapped = jax.checkpoint(block, static_argnums=2) if schedule == "remat" else block
+            wrapped = jax.checkpoint(block, static_argnums=2) if schedule == REMAT else block
             x = wrapped(layers, x, index)
         return x
 
-    if schedule not in (None, "remat"):
-        features = jaxtile.checkpoint(
-            features,
-            in_axes=(None, (1, 2)),
-            tiles=schedule,
-            policy=jax.checkpoint_policies.save_only_these_names("pool2")
-            if isinstance(schedule, dict)
-            else None,
-        )
+    tiles = grids(schedule)
+    if tiles is not None:
+        saved = ["pool2"] if schedule != ONE_REGION else []
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+        features = jaxtile.checkpoint(features, in_axes=(None, (1, 2)), tiles=tiles, policy=policy)
 
     def loss(params, image):
         return features(params, image).astype(jnp.float32).mean()

@@ -1,10 +1,12 @@
 """Functions with derivative rules of their own: `custom_jvp` and `custom_vjp`.
 
-Both the function and its derivative rule are traced at full size, made into graphs, and evaluated on the tile like any other
-equations; the tile's version is again a `custom_jvp` or `custom_vjp`. So ReLU keeps its gradient at 0, and a surrogate gradient stays one.
+Both the function and its derivative rule are traced at full size, made into graphs, and evaluated
+on the tile like any other equations; the tile's version is again a `custom_jvp` or `custom_vjp`. So
+ReLU keeps its gradient at 0, and a surrogate gradient stays one.
 
-A `custom_vjp` sees only the cotangent that reaches it from this tile. That is enough if it works position by position and is
-linear in the cotangent. If it is not linear (it clips the gradient, say) its output is stored, so that it sees the whole cotangent.
+A `custom_vjp` sees only the cotangent that reaches it from this tile. That is enough if it works
+position by position and is linear in the cotangent. If it is not linear (it clips the gradient,
+say) its output is stored, so that it sees the whole cotangent.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def _body(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
 
 
 def _in_axes(eqn: Equation) -> list[Axes]:
-    """The axes of the operands, those included that the function reads position by position along a tiled axis."""
+    """The operands' axes, and those along which the function reads them position by position."""
     axes = list(eqn.in_axes)
     graph = _body(eqn, axes)
     for node in graph.nodes:
@@ -51,7 +53,8 @@ def _in_axes(eqn: Equation) -> list[Axes]:
 
 def _derivative(eqn: Equation, fun, extra_avals, extra_axes) -> Graph:
     closed = jax.make_jaxpr(fun)(_shapes(eqn.in_avals), _shapes(extra_avals))
-    # A rule often calls its own function (ReLU's does). Inside a rule such calls are inlined: it is not differentiated again.
+    # A rule often calls its own function (ReLU's does). Inside a rule such calls are inlined: it is
+    # not differentiated again.
     return build(closed.jaxpr, closed.consts, [*eqn.in_axes, *extra_axes], look_through=ALL_CALLS)
 
 
@@ -61,7 +64,8 @@ class _Call(Rule):
         graph = _body(eqn, in_axes)
         if any(node.reduction is not None for node in graph.nodes):
             raise Mixes(
-                f"a function with a derivative rule of its own (`{eqn.primitive.name}`) reduces over a tiled axis"
+                f"a function with a derivative rule of its own (`{eqn.primitive.name}`) reduces "
+                "over a tiled axis"
             )
         return in_axes, [v.axes for v in graph.outputs]
 
@@ -226,7 +230,7 @@ class CustomVjp(_Call):
 
 
 def _window_per_axis(eqn: Equation, windows: Sequence[Windows | None]) -> dict[int, Window]:
-    """One window per axis for all operands and outputs of a function that works position by position."""
+    """One window per axis for all operands and outputs of a function of single positions."""
     lengths: dict[int, set[int]] = {}
     for aval, axes in zip(
         (*eqn.in_avals, *eqn.out_avals), (*eqn.in_axes, *eqn.out_axes), strict=True
@@ -257,7 +261,10 @@ def _positions(table: Table) -> list[Window]:
 
 
 def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windows]:
-    """Windows for all outputs: those that nobody wants follow the others along each axis where they can."""
+    """Windows for all outputs.
+
+    Those that nobody wants follow the others along each axis where they can.
+    """
     by_axis = {w.axis: w for ws in windows if ws for w in ws.values()}
     out = []
     for aval, axes, window in zip(eqn.out_avals, eqn.out_axes, windows, strict=True):
@@ -276,7 +283,7 @@ def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windo
 def _held(
     value: Value, i: int, diff_in: list[int], body: Graph, rule: Graph, plans: list[TilePlan]
 ) -> Windows:
-    """What an operand must hold for the function, for its derivative rule, and for the tangent beside it."""
+    """What an operand must hold for the function, its derivative rule and the tangent."""
     readers = [(plans[0], body.inputs[i]), (plans[1], rule.inputs[i])]
     if i in diff_in:
         readers.append((plans[1], rule.inputs[len(body.inputs) + diff_in.index(i)]))
@@ -307,7 +314,10 @@ def _pullback(eqn: Equation):
 
 
 def _backward(eqn: Equation) -> Graph:
-    """The graph of a `custom_vjp`'s pullback. It may sum over tiled axes only to make cotangents of untiled operands."""
+    """The graph of a `custom_vjp`'s pullback.
+
+    It may sum over tiled axes only to make cotangents of untiled operands.
+    """
     diff_out = _inexact(eqn.out_avals)
     graph = _derivative(
         eqn,
@@ -342,7 +352,7 @@ def _linear(eqn: Equation) -> bool:
 
     try:
         jax.make_jaxpr(transposed)(_shapes(eqn.in_avals), _shapes(ins))
-    except Exception:  # JAX has no single error for "not linear"; whatever cannot be transposed is not taken for linear
+    except Exception:  # JAX has no single error for it: what cannot be transposed is not linear
         return False
     return True
 

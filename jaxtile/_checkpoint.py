@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ from ._regions import Region, Schedule, Tiles, schedule
 from ._rules import Axes, untiled
 from ._tile import lookup
 
-# True while a function is traced for tiling. A `checkpoint` inside another one then steps aside: the outermost schedule wins. Being a
-# JAX context, it is part of the key of every `jit` cache, so a jitted inner function is traced anew.
+# True while a function is traced for tiling. A `checkpoint` inside another one then steps aside:
+# the outermost schedule wins. Being a JAX context, it is part of the key of every `jit` cache, so a
+# jitted inner function is traced anew.
 _inside = jax.make_user_context(False)
 
 
@@ -31,23 +33,25 @@ def checkpoint(
 ) -> Callable[..., Any]:
     """Evaluate and differentiate `fun` tile by tile, with exact halos.
 
-    The result has the signature, the value and the gradients of `fun`. What differs is the memory: values that `policy` saves
-    are held as whole arrays, and everything else exists only inside one tile at a time, where the backward pass computes it
-    again. For a function that works pixel by pixel this is, in plain Python::
+    The result has the signature, the value and the gradients of `fun`. What differs is the memory:
+    values that `policy` saves are held as whole arrays, and everything else exists only inside one
+    tile at a time, where the backward pass computes it again. For a function that works pixel by
+    pixel this is, in plain Python::
 
         def tiled(params, image):
             return concatenate([jax.checkpoint(fun)(params, tile) for tile in split(image)])
 
-    For convolutions, pools, skips, resizing and the rest, each tile reads as much of its neighbours as it needs (the halo);
-    reductions over a tiled axis (batch statistics, a global pool, a loss) are accumulated over all tiles first.
+    For convolutions, pools, skips, resizing and the rest, each tile reads as much of its neighbours
+    as it needs (the halo); reductions over a tiled axis (batch statistics, a global pool, a loss)
+    are accumulated over all tiles first.
 
-    Args:
-      fun: any JAX function of pytrees; it is traced, not rewritten.
-      in_axes: as in `jax.vmap`, a pytree prefix of the arguments. `None`: not tiled. A tuple: the array axes that are tiled, in order;
-        all tuples have the same length, and `None` in a tuple stands for an axis that this array does not have.
-      tiles: tiles per tiled axis; sizes need not divide. Or a mapping from the name of a stored value to the grid of the region
-        that computes it, with the key `...` for all other regions; the grid `None` leaves a region untiled, as plain JAX.
-      policy: any function of `jax.checkpoint_policies` that saves; `None` stores nothing inside.
+    Args: fun: any JAX function of pytrees; it is traced, not rewritten. in_axes: as in `jax.vmap`,
+    a pytree prefix of the arguments. `None`: not tiled. A tuple: the array axes that are tiled, in
+    order; all tuples have the same length, and `None` in a tuple stands for an axis that this array
+    does not have. tiles: tiles per tiled axis; sizes need not divide. Or a mapping from the name of
+    a stored value to the grid of the region that computes it, with the key `...` for all other
+    regions; the grid `None` leaves a region untiled, as plain JAX. policy: any function of
+    `jax.checkpoint_policies` that saves; `None` stores nothing inside.
 
     >>> import jax, jax.numpy as jnp, jaxtile
     >>> def blur(kernel, image):
@@ -57,8 +61,9 @@ def checkpoint(
     >>> bool(jnp.allclose(tiled(kernel, image), blur(kernel, image)))
     True
 
-    Nesting: inside another `jaxtile.checkpoint`, or under its `jit`, a checkpointed function is traced as the plain `fun`; the outermost
-    schedule wins. Put `jit` outermost. `jvp` (forward mode) of a tiled function is not defined; `grad`, `vjp` and `vmap` are.
+    Nesting: inside another `jaxtile.checkpoint`, or under its `jit`, a checkpointed function is
+    traced as the plain `fun`; the outermost schedule wins. Put `jit` outermost. `jvp` (forward
+    mode) of a tiled function is not defined; `grad`, `vjp` and `vmap` are.
     """
     _check_callable(fun)
 
@@ -73,7 +78,7 @@ def checkpoint(
 
 
 def trace(fun, args, kwargs, in_axes, tiles, policy) -> tuple[Schedule, list[Any], Any]:
-    """The schedule of a function for these arguments, the flat arguments, and the structure of the result."""
+    """The schedule for these arguments, the flat arguments, and the result's structure."""
     flat, in_tree = jax.tree.flatten((args, kwargs))
     axes, rank = _flat_axes(in_axes, args, kwargs, flat)
 
@@ -83,8 +88,26 @@ def trace(fun, args, kwargs, in_axes, tiles, policy) -> tuple[Schedule, list[Any
 
     with _inside(True):
         closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
-    graph = build(closed.jaxpr, closed.consts, axes, policy)
+    names = _argument_names(fun, args, kwargs)
+    graph = build(closed.jaxpr, closed.consts, axes, policy, names=names)
     return schedule(graph, tiles, rank), flat, jax.tree.structure(out_shape)
+
+
+def _argument_names(fun, args, kwargs) -> list[str]:
+    """What the function calls each flat argument: `image`, `params['conv1']['kernel']`."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+        parameters = list(bound.arguments)[: len(args)]
+    except (TypeError, ValueError):
+        parameters = []
+    parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
+    paths, _ = jax.tree.flatten_with_path((args, kwargs))
+    return [
+        parameters[path[1].idx] + jax.tree_util.keystr(path[2:])
+        if path[0].idx == 0
+        else jax.tree_util.keystr(path[1:])
+        for path, _ in paths
+    ]
 
 
 def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
@@ -124,19 +147,24 @@ def _untiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:
 
 
 def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
-    """Per flat argument, the tiled axis that each of its dimensions carries; and the number of tiled axes."""
+    """Per flat argument, the tiled axis that each of its dimensions carries.
+
+    And the number of tiled axes.
+    """
     per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
     if _is_axes(in_axes) and not per_argument:
         leaves = [in_axes] * len(jax.tree.leaves(args))
     elif not isinstance(in_axes, tuple | list):
         raise TilingError(
-            f"`in_axes` (={in_axes!r}) must be a tuple with one entry per argument, as (None, (1, 2))"
+            f"`in_axes` (={in_axes!r}) must be a tuple with one entry per argument, as (None, (1, "
+            "2))"
         )
     else:
         prefix = tuple(in_axes)
         if len(prefix) != len(args):
             raise TilingError(
-                f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional arguments"
+                f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional "
+                "arguments"
             )
         leaves = []
         try:
@@ -154,11 +182,13 @@ def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
     ranks = {len(_as_tuple(entry)) for entry in leaves if entry is not None}
     if not ranks:
         raise TilingError(
-            f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, as (1, 2)"
+            f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, "
+            "as (1, 2)"
         )
     if len(ranks) > 1:
         raise TilingError(
-            f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for one that is absent"
+            f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for "
+            "one that is absent"
         )
     return [
         _labels(in_axes, entry, leaf) for entry, leaf in zip(leaves, flat, strict=True)
@@ -173,11 +203,13 @@ def _labels(in_axes, entry, leaf) -> Axes:
             continue
         if not -aval.ndim <= dim < aval.ndim:
             raise TilingError(
-                f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, which has no such axis"
+                f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, "
+                "which has no such axis"
             )
         if labels[dim] is not None:
             raise TilingError(
-                f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} twice"
+                f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} "
+                "twice"
             )
         labels[dim] = axis
     return tuple(labels)

@@ -1,8 +1,9 @@
 """Work of an equation: floating-point operations on given shapes.
 
-A multiplication and an addition count one each, so a convolution costs twice its multiply-adds. Elementwise primitives cost one
-operation per output element, reductions and pools one per element they read, and data movement nothing. Zeros that a
-transposed convolution inserts between its inputs are not counted.
+A multiplication and an addition count one each, so a convolution costs twice its multiply-adds.
+Elementwise primitives cost one operation per output element, reductions and pools one per element
+they read, and data movement nothing. Zeros that a transposed convolution inserts between its inputs
+are not counted.
 """
 
 from __future__ import annotations
@@ -15,17 +16,22 @@ from ._rules import Equation
 Shape = Sequence[int]
 
 _MOVEMENT = frozenset(
-    """broadcast_in_dim transpose squeeze slice split dynamic_slice dynamic_update_slice rev concatenate stack unstack tile pad
-    reshape iota gather name copy stop_gradient convert_element_type bitcast_convert_type""".split()
+    """
+    broadcast_in_dim transpose squeeze slice split dynamic_slice dynamic_update_slice rev
+    concatenate stack unstack tile pad reshape iota gather name copy stop_gradient
+    convert_element_type bitcast_convert_type
+    """.split()
 )
 _OVER_INPUT = frozenset(
-    """reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin cumsum cumprod cummax
-    cummin cumlogsumexp sort top_k""".split()
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax
+    argmin cumsum cumprod cummax cummin cumlogsumexp sort top_k
+    """.split()
 )
 
 
 def flops(eqn: Equation, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> int:
-    """Operations of a primitive on operands and results of these shapes (those of a tile, or the whole)."""
+    """Operations on operands and results of these shapes: those of a tile, or the whole."""
     name = eqn.primitive.name
     if name in _MOVEMENT or not out_shapes:
         return 0

@@ -1,7 +1,8 @@
 """Whether the code being traced is a user's derivative rule, whose result JAX will transpose.
 
-Convolutions and reads of a window have a fast pullback of our own, stated as a `custom_vjp`. Inside a `custom_jvp` rule they act on
-tangents, and JAX must be able to transpose them; a `custom_vjp` it cannot. There, the plain primitives are used.
+Convolutions and reads of a window have a fast pullback of our own, stated as a `custom_vjp`. Inside
+a `custom_jvp` rule they act on tangents, and JAX must be able to transpose them; a `custom_vjp` it
+cannot. There, the plain primitives are used.
 """
 
 from __future__ import annotations

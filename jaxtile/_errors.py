@@ -11,13 +11,16 @@ from typing import Any
 class TilingError(ValueError):
     """A function, an argument or a schedule that jaxtile cannot tile exactly.
 
-    Raised while tracing, before anything runs: jaxtile never returns a number it is not sure of, and never quietly
-    runs the untiled function instead.
+    Raised while tracing, before anything runs: jaxtile never returns a number it is not sure of,
+    and never quietly runs the untiled function instead.
     """
 
 
 class Mixes(Exception):
-    """Raised by a rule: this primitive mixes positions along a tiled axis. Becomes a `TilingError` with a location."""
+    """Raised by a rule.
+
+    This primitive mixes positions along a tiled axis. Becomes a `TilingError` with a location.
+    """
 
     def __init__(self, reason: str, advice: str = ""):
         super().__init__(reason)
@@ -39,11 +42,12 @@ _LIBRARIES = tuple(
 
 
 def user_line(*source_infos: Any) -> str:
-    """The line of user code that traced an equation: the innermost frame outside jaxtile and installed libraries.
+    """The line of user code that traced an equation: the innermost frame outside jaxtile and
+    installed libraries.
 
-    Further arguments are the calls that the equation was inlined from, innermost first. A jitted library function is traced once and
-    then taken from a cache, so its own frames may be those of another call; they are believed only if they pass through the
-    calling line.
+    Further arguments are the calls that the equation was inlined from, innermost first. A jitted
+    library function is traced once and then taken from a cache, so its own frames may be those of
+    another call; they are believed only if they pass through the calling line.
     """
     *inner, outermost = [_user_frames(s) for s in source_infos]
     for frames in inner:
@@ -63,7 +67,10 @@ def _user_frames(source_info: Any) -> list[tuple[str, int, str]]:
 
 
 def describe(aval: Any, axes: tuple[int | None, ...]) -> str:
-    """`float32[1, 64*, 64*, 3]`: a shape, with a star on every dimension that carries a tiled axis."""
+    """`float32[1, 64*, 64*, 3]`.
+
+    A shape, with a star on every dimension that carries a tiled axis.
+    """
     dims = ", ".join(
         f"{n}{'' if a is None else '*'}" for n, a in zip(aval.shape, axes, strict=True)
     )

@@ -21,7 +21,10 @@ from ._tile import Instruction
 
 @dataclasses.dataclass(frozen=True)
 class ArrayUse:
-    """An array that a region reads by window or writes by tile. Windows and halos are per tiled axis, in order."""
+    """An array that a region reads by window or writes by tile.
+
+    Windows and halos are per tiled axis, in order.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +32,7 @@ class ArrayUse:
     bytes: int
     window: tuple[int, ...]
     halo: tuple[tuple[int, int], ...]
-    """Positions read before and after the tile's own share of the array, in a tile that touches no border."""
+    """Positions read before and after the tile's own share, in a tile that touches no border."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ class RegionReport:
 
     @property
     def halo_share(self) -> float:
-        """The share of the tiles' forward operations that is halo (or, where sizes do not divide, overlap)."""
+        """The share of the forward operations that is halo, or overlap if sizes do not divide."""
         return 1 - self.plain_flops / self.tiled_flops if self.tiled_flops else 0.0
 
 
@@ -72,13 +75,19 @@ class Explanation:
 
     @property
     def step_flops(self) -> int:
-        """Forward and backward: a pullback counts as twice the forward pass; a tiled region is computed once more before it."""
+        """Forward and backward.
+
+        A pullback counts as twice the forward pass; a tiled region is computed once more before it.
+        """
         recomputed = sum(r.tiled_flops for r in self.regions if r.grid is not None)
         return 3 * self.forward_flops + recomputed
 
     @property
     def overhead(self) -> float:
-        """Operations of a training step relative to the untransformed function: halos and recomputation."""
+        """Operations of a training step relative to the untransformed function.
+
+        Halos and recomputation.
+        """
         return self.step_flops / (3 * self.plain_flops) if self.plain_flops else 1.0
 
     @property
@@ -99,16 +108,20 @@ class Explanation:
             for verb, uses in (("reads", r.reads), ("writes", r.writes)):
                 for use in uses:
                     lines.append(
-                        f"  {verb:6} {use.name} {use.dtype}{list(use.shape)}, {_bytes(use.bytes)}{_window(use)}"
+                        f"  {verb:6} {use.name} {use.dtype}{list(use.shape)}, "
+                        f"{_bytes(use.bytes)}{_window(use)}"
                     )
             lines.append(
-                f"  stores {_bytes(r.stored_bytes)}; one tile holds at most {_bytes(r.tile_bytes)}; forward "
+                f"  stores {_bytes(r.stored_bytes)}; one tile holds at most "
+                f"{_bytes(r.tile_bytes)}; forward "
                 f"{_count(r.tiled_flops)} operations, {r.halo_share:.1%} of them halo"
             )
         recompute = self.step_flops - 3 * self.forward_flops
         lines.append(
-            f"in all: stores {_bytes(self.stored_bytes)}, largest tile {_bytes(self.tile_bytes)}; a training step does "
-            f"{self.overhead:.2f}x the operations of the plain function ({_count(3 * self.plain_flops)}); recomputation is "
+            f"in all: stores {_bytes(self.stored_bytes)}, largest tile {_bytes(self.tile_bytes)}; "
+            "a training step does "
+            f"{self.overhead:.2f}x the operations of the plain function "
+            f"({_count(3 * self.plain_flops)}); recomputation is "
             f"{recompute / max(1, self.step_flops):.1%} of them"
         )
         return "\n".join(lines)
@@ -122,14 +135,16 @@ def explain(
     policy: Policy | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Describe what `checkpoint(fun, in_axes=..., tiles=..., policy=...)(*args)` does, without running it.
+    """Describe what `checkpoint(fun, in_axes=..., tiles=..., policy=...)(*args)` does, without
+    running it.
 
     Arguments may be arrays or `jax.ShapeDtypeStruct`s.
 
     >>> import jax, jaxtile
     >>> def blur(kernel, image):
     ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
-    >>> kernel, image = jax.ShapeDtypeStruct((1, 1, 3, 3), "float32"), jax.ShapeDtypeStruct((1, 1, 64, 64), "float32")
+    >>> kernel = jax.ShapeDtypeStruct((1, 1, 3, 3), "float32")
+    >>> image = jax.ShapeDtypeStruct((1, 1, 64, 64), "float32")
     >>> explanation = jaxtile.explain(blur, kernel, image, in_axes=(None, (2, 3)), tiles=(4, 4))
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
@@ -201,7 +216,7 @@ def _local(value: Value, windows: dict[Value, Windows]) -> tuple[int, ...]:
 
 def _read(value: Value, region: Region) -> ArrayUse:
     array = value.array
-    name = array.name or ("input" if array.node is None else array.node.equation.primitive.name)
+    name = array.name or ("constant" if array.node is None else array.node.equation.primitive.name)
     if region.plan is None or region.grid is None:
         return _use(name, value, (), ())
     ordered = sorted(region.plan.windows[value].items(), key=lambda item: item[1].axis)
@@ -233,7 +248,8 @@ def _use(name: str, value: Value, sizes, halos) -> ArrayUse:
 def _halo(demands: Sequence[Window], length: int, tiles: int) -> tuple[int, int]:
     """How far the demands of a tile go beyond its own share of the axis.
 
-    Tiles at the border read further inwards instead of outwards, so the smallest reach is that of a tile in the middle.
+    Tiles at the border read further inwards instead of outwards, so the smallest reach is that of a
+    tile in the middle.
     """
     own = partition(0, length, min(tiles, length))
     if len(own.starts) == 1:

@@ -1,14 +1,17 @@
 """Intervals, tiles and windows along one axis.
 
-Everything here is integer arithmetic on half-open intervals. A convolution or pool with kernel `k`, dilation `d`, stride
-`s`, base dilation `b` (zeros between inputs, as in a transposed convolution) and `p` positions of padding before the
-first input reads, for outputs `[lo, hi)`, the positions `[lo*s - p, (hi-1)*s - p + (k-1)*d + 1)` of the dilated input.
-That is the *demand*. The *reach* is the converse: the outputs that read at least one of the inputs `[lo, hi)`.
+Everything here is integer arithmetic on half-open intervals. A convolution or pool with kernel `k`,
+dilation `d`, stride `s`, base dilation `b` (zeros between inputs, as in a transposed convolution)
+and `p` positions of padding before the first input reads, for outputs `[lo, hi)`, the positions
+`[lo*s - p, (hi-1)*s - p + (k-1)*d + 1)` of the dilated input. That is the *demand*. The *reach* is
+the converse: the outputs that read at least one of the inputs `[lo, hi)`.
 
-A tile loop needs one interval per tile, all of one size, because the tiles share one compiled program: a `Window`. Windows
-never leave the array. Where a demand sticks out over the border the window is moved inwards and the positions outside are
-supplied by the reader with the padding value of the op that asked for them. A tile therefore computes only values that the
-untiled function computes too, so nothing has to be masked afterwards and no spurious NaN can arise beyond the border.
+A tile loop needs one interval per tile, all of one size, because the tiles share one compiled
+program: a `Window`. Windows never leave the array. Where a demand sticks out over the border the
+window is moved inwards and the positions outside are supplied by the reader with the padding value
+of the op that asked for them. A tile therefore computes only values that the untiled function
+computes too, so nothing has to be masked afterwards and no spurious NaN can arise beyond the
+border.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ class Stencil:
         return (self.kernel - 1) * self.dilation + 1
 
     def demand(self, lo, hi):
-        """The inputs `[lo, hi)` that outputs `[lo, hi)` read; unclipped. Works on integers and on arrays."""
+        """The inputs `[lo, hi)` that outputs `[lo, hi)` read.
+
+        Unclipped. Works on integers and on arrays.
+        """
         first = lo * self.stride - self.before
         last = (hi - 1) * self.stride - self.before + self.extent - 1
         return -(-first // self.base_dilation), last // self.base_dilation + 1
@@ -66,7 +72,10 @@ def clip(lo, hi, length):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Window:
-    """One interval per tile along tiled axis `axis`: tile `i` covers `[starts[i], starts[i] + size)`."""
+    """One interval per tile along tiled axis `axis`.
+
+    Tile `i` covers `[starts[i], starts[i] + size)`.
+    """
 
     axis: int
     starts: np.ndarray
@@ -77,7 +86,10 @@ class Window:
         return self.starts + self.size
 
     def moved(self, starts, size: int) -> Window:
-        """A window of the same axis at other positions. A scalar start means the same for every tile."""
+        """A window of the same axis at other positions.
+
+        A scalar start means the same for every tile.
+        """
         return Window(
             self.axis, np.broadcast_to(np.asarray(starts, np.int64), self.starts.shape), int(size)
         )
@@ -110,9 +122,11 @@ def owned(window: Window, length: int) -> np.ndarray:
 
 
 def hull(demands: Sequence[Window], length: int) -> Window:
-    """The smallest window inside `[0, length)` that holds, for every tile, all that was demanded of it.
+    """The smallest window inside `[0, length)` that holds, for every tile, all that was demanded of
+    it.
 
-    Positions outside `[0, length)` are dropped: they are padding, and padding belongs to the reader.
+    Positions outside `[0, length)` are dropped: they are padding, and padding belongs to the
+    reader.
 
     >>> hull([Window(0, np.array([-1, 3, 7]), 6)], 12)
     Window(axis=0, starts=[0, 3, 7], size=6)

@@ -1,12 +1,14 @@
 """From a traced function to a graph whose values know which of their dimensions are tiled.
 
-The builder walks a jaxpr once, forwards. Calls (`jit`, `remat`, ...) are looked through; a `scan` over tiled values is unrolled.
-For every equation that touches a tiled value it asks the primitive's rule for the axes of the outputs. An untiled operand that
-is combined position by position with a tiled one is *promoted*: evaluated window by window if its own rule allows
-(an `iota`, a broadcast, random bits, a cast of those), otherwise computed whole, once, and read by window.
+The builder walks a jaxpr once, forwards. Calls (`jit`, `remat`, ...) are looked through; a `scan`
+over tiled values is unrolled. For every equation that touches a tiled value it asks the primitive's
+rule for the axes of the outputs. An untiled operand that is combined position by position with a
+tiled one is *promoted*: evaluated window by window if its own rule allows (an `iota`, a broadcast,
+random bits, a cast of those), otherwise computed whole, once, and read by window.
 
-The graph keeps three kinds of values apart: *tiled* (some dimension carries an axis), *global* (none does), and *available*: held
-as a whole array, because it is an argument, a constant, stored by the policy, an output, a global value or a reduction's result.
+The graph keeps three kinds of values apart: *tiled* (some dimension carries an axis), *global*
+(none does), and *available*: held as a whole array, because it is an argument, a constant, stored
+by the policy, an output, a global value or a reduction's result.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ _IDENTITIES = ("optimization_barrier", "sharding_constraint", "device_put", "cop
 class Value:
     """One array of the traced function.
 
-    A view has a `base`: the same array, with its dimensions labelled otherwise. A constant is `known`.
+    A view has a `base`: the same array, with its dimensions labelled otherwise. A constant is
+    `known`.
     """
 
     aval: Any
@@ -50,6 +53,7 @@ class Value:
     whole_cotangent: bool = False
     """Its backward rule must see the whole cotangent of each element, once."""
     name: str | None = None
+    """Given by the user with `checkpoint_name`; for an argument, what the function calls it."""
 
     @property
     def tiled(self) -> bool:
@@ -117,10 +121,18 @@ def build(
     in_axes: Sequence[Axes],
     policy: Policy | None = None,
     look_through: Mapping[str, str] = _CALLS,
+    names: Sequence[str] | None = None,
 ) -> Graph:
-    """The graph of a jaxpr whose arguments carry `in_axes`. `look_through`: calls to inline, and where their jaxpr is."""
+    """The graph of a jaxpr whose arguments carry `in_axes`.
+
+    `look_through`: calls to inline, and where their jaxpr is.
+    """
     builder = _Builder(policy, look_through)
-    arguments = [Value(var.aval, axes) for var, axes in zip(jaxpr.invars, in_axes, strict=True)]
+    names = names or [None] * len(jaxpr.invars)
+    arguments = [
+        Value(var.aval, axes, name=name)
+        for var, axes, name in zip(jaxpr.invars, in_axes, names, strict=True)
+    ]
     outputs = builder.walk(jaxpr, _known(consts), arguments)
     for value in outputs:
         value.array.stored = value.array.is_output = True
@@ -178,7 +190,8 @@ class _Builder:
         if not any(v.tiled for v in inputs):
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
         if name == "name" and inputs[0].available:
-            # A name for an array that is held anyway stores nothing new; if the policy saves it, it may be mixed freely.
+            # A name for an array that is held anyway stores nothing new; if the policy saves it, it
+            # may be mixed freely.
             inputs[0].array.stored |= self._saved(eqn)
             return inputs
         rule = rules.find(eqn.primitive)
@@ -203,7 +216,8 @@ class _Builder:
             for value in outputs:
                 value.stored, value.whole_cotangent = value.tiled, whole_cotangent
         if reduction is None and not any(v.tiled for v in outputs):
-            # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an array that is small.
+            # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an
+            # array that is small.
             for value in inputs:
                 value.array.stored |= not value.available
         return outputs
@@ -233,13 +247,18 @@ class _Builder:
         if kind == "Offloadable":
             where = user_line(eqn.source_info, *self.calls[::-1])
             raise TilingError(
-                f"`policy` offloads the output of `{eqn.primitive.name}` at {where}; offloading is not supported yet. "
-                "Use a policy that saves or recomputes, such as `jax.checkpoint_policies.save_only_these_names`."
+                f"`policy` offloads the output of `{eqn.primitive.name}` at {where}; offloading "
+                "is not supported yet. "
+                "Use a policy that saves or recomputes, such as "
+                "`jax.checkpoint_policies.save_only_these_names`."
             )
         return decision if isinstance(decision, bool) else kind == "SaveableType"
 
     def promote(self, value: Value, axes: Axes) -> Value:
-        """The same value, carrying more axes: computed window by window if that is cheap, else read by window."""
+        """The same value, carrying more axes.
+
+        Computed window by window if that is cheap, else read by window.
+        """
         axes = tuple(axes)
         value = self._unlabelled(value, axes)
         if value.axes == axes:
@@ -248,7 +267,8 @@ class _Builder:
             have is not None and have != want for have, want in zip(value.axes, axes, strict=True)
         ):
             raise Mixes(
-                f"an array {describe(value.aval, value.axes)} is used as {describe(value.aval, axes)}"
+                f"an array {describe(value.aval, value.axes)} is used as "
+                f"{describe(value.aval, axes)}"
             )
         key = (value, axes)
         if key not in self._promoted:
@@ -281,9 +301,11 @@ class _Builder:
         return self._view(value, axes)
 
     def _whole(self, value: Value) -> Value | None:
-        """The value as a global one, if the policy stores it or something that it follows from cheaply.
+        """The value as a global one, if the policy stores it or something that it follows from
+        cheaply.
 
-        What is stored is held whole by the user's choice; equations that mix its positions may then run once, untiled.
+        What is stored is held whole by the user's choice; equations that mix its positions may then
+        run once, untiled.
         """
         if not value.tiled:
             return value
@@ -307,7 +329,10 @@ class _Builder:
         return self._add(equation, inputs, [untiled(value.aval)], None)[0]
 
     def _unlabelled(self, value: Value, wanted: Axes) -> Value:
-        """Drop axes that are not wanted from dimensions of size 1: there is only one position to be at."""
+        """Drop axes that are not wanted from dimensions of size 1.
+
+        There is only one position to be at.
+        """
         axes = tuple(
             None if n == 1 and have != want else have
             for n, have, want in zip(value.aval.shape, value.axes, wanted, strict=True)
@@ -328,7 +353,7 @@ class _Builder:
         return Value(value.aval, axes, base=value.array, known=value.known)
 
     def _unroll(self, eqn: Any, inputs: list[Value]) -> list[Value]:
-        """A `scan` over tiled values (a stack of equal layers, say), one iteration after the other."""
+        """A `scan` over tiled values (equal layers, say), one iteration after the other."""
         params, body = eqn.params, eqn.params["jaxpr"]
         if "ft_in" in params:  # from jax 0.12 on
             n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
@@ -386,10 +411,12 @@ def _constants(inputs: Sequence[Value]) -> Callable[[int], np.ndarray | None]:
 
 
 def constant(value: Value) -> np.ndarray | None:
-    """The value as a NumPy array, if it depends on no argument of the function; computed when first asked for.
+    """The value as a NumPy array, if it depends on no argument of the function; computed when first
+    asked for.
 
-    It is compiled as one program, as it would be in the untiled function: XLA rounds differently when it sees more at once,
-    and the indices of a nearest-neighbour resize are the integer part of such a number.
+    It is compiled as one program, as it would be in the untiled function: XLA rounds differently
+    when it sees more at once, and the indices of a nearest-neighbour resize are the integer part of
+    such a number.
     """
     value = value.array
     if value.known is None and _is_constant(value):
@@ -426,7 +453,10 @@ def refuse(equation: Equation, refusal: Mixes) -> TilingError:
     )
     advice = refusal.advice or "apply it outside `jaxtile.checkpoint`"
     return TilingError(
-        f"cannot tile `{equation.primitive.name}` at {user_line(*equation.source_infos)}: {refusal.reason}. Its operands are "
-        f"{shapes} (* marks a tiled dimension). What to do: {advice}; or give its operands a name with "
-        "`jax.ad_checkpoint.checkpoint_name` and save that name in `policy`: what is stored whole may be mixed freely."
+        f"cannot tile `{equation.primitive.name}` at {user_line(*equation.source_infos)}: "
+        f"{refusal.reason}. Its operands are "
+        f"{shapes} (* marks a tiled dimension). What to do: {advice}; or give its operands a name "
+        "with "
+        "`jax.ad_checkpoint.checkpoint_name` and save that name in `policy`: what is stored whole "
+        "may be mixed freely."
     )

@@ -1,11 +1,12 @@
 """Run a region: one loop over its tiles, and one more loop for its derivative.
 
-The forward loop reads windows of the inputs, computes a tile, and writes the targets' tiles in place. It keeps nothing. The
-backward loop reads the same windows, recomputes the tile, takes this tile's share of the targets' cotangents, pulls it back through
-the tile, and adds the result into place. Each element of a target belongs to one tile, so nothing is counted twice.
+The forward loop reads windows of the inputs, computes a tile, and writes the targets' tiles in
+place. It keeps nothing. The backward loop reads the same windows, recomputes the tile, takes this
+tile's share of the targets' cotangents, pulls it back through the tile, and adds the result into
+place. Each element of a target belongs to one tile, so nothing is counted twice.
 
-Known inefficiencies: the backward loop holds the residuals of a whole tile, not of a part of it; a cotangent of a stored array is a
-second array of its size.
+Known inefficiencies: the backward loop holds the residuals of a whole tile, not of a part of it; a
+cotangent of a stored array is a second array of its size.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ Array = jax.Array
 
 
 class Loop:
-    """The function of a region: whole arrays of its inputs and globals to whole arrays of its results."""
+    """The function of a region.
+
+    Whole arrays of its inputs and globals to whole arrays of its results.
+    """
 
     def __init__(self, region: Region):
-        assert region.plan is not None and region.grid is not None
+        assert region.plan is not None
+        assert region.grid is not None
         self.region, self.plan = region, region.plan
         table = self.plan.table
         self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
@@ -188,7 +193,10 @@ class Loop:
 
 
 def _result_windows(target: Target, windows: Windows) -> Windows:
-    """The tiles of what a target leaves behind: itself, or the dimensions that a reduction keeps."""
+    """The tiles of what a target leaves behind.
+
+    Itself, or the dimensions that a reduction keeps.
+    """
     if target.reduction is None:
         return windows
     by_axis = {w.axis: w for w in windows.values()}

@@ -1,11 +1,13 @@
 """Cut the graph into regions, and put them in order.
 
-A *target* is a value that must exist as a whole array although it is tiled: stored by the policy, an output of the function, or the
-operand of a reduction over tiled axes. Everything a target needs beyond what is held already is computed inside the tiles of
-the *region* that computes the target; values needed by several regions are recomputed in each.
+A *target* is a value that must exist as a whole array although it is tiled: stored by the policy,
+an output of the function, or the operand of a reduction over tiled axes. Everything a target needs
+beyond what is held already is computed inside the tiles of the *region* that computes the target;
+values needed by several regions are recomputed in each.
 
-A target's level is the longest chain of targets before it. Targets of one level that share work, or read the same stored array, are
-computed by one loop. Global equations run once, as they are, before the first region that needs them.
+A target's level is the longest chain of targets before it. Targets of one level that share work, or
+read the same stored array, are computed by one loop. Global equations run once, as they are, before
+the first region that needs them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Tiles = Sequence[int] | Mapping[str | int | EllipsisType, Sequence[int] | None]
 
 @dataclasses.dataclass(eq=False)
 class Target:
-    """A tiled value to be computed in full, or reduced (`reduction` is then the node that does it)."""
+    """A tiled value to be computed in full, or reduced by the node `reduction`."""
 
     value: Value
     level: int
@@ -54,7 +56,10 @@ class Target:
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """Targets that one tile loop computes together. `grid` maps each looped axis to its number of tiles; None: no loop."""
+    """Targets that one tile loop computes together.
+
+    `grid` maps each looped axis to its number of tiles; None: no loop.
+    """
 
     index: int
     level: int
@@ -169,7 +174,8 @@ def _grid_of(tiles: Tiles, name: str | None, rank: int) -> Grid:
         if key in tiles and key is not None:
             return _checked(tiles[key], rank, f"`tiles[{'...' if key is ... else repr(key)}]`")
     raise TilingError(
-        f"`tiles` (={dict(tiles)}) gives no grid for the region that computes {name or 'an unnamed value'!r}: add that name, "
+        f"`tiles` (={dict(tiles)}) gives no grid for the region that computes "
+        f"{name or 'an unnamed value'!r}: add that name, "
         "or the key `...` for all other regions"
     )
 
@@ -225,7 +231,7 @@ def _together(a: Target, b: Target) -> bool:
 
 
 def _cone(target: Target) -> tuple[dict[Node, None], dict[Value, None]]:
-    """The equations that compute a target from what is held, and the tiled values that they read."""
+    """The equations that compute a target from what is held, and the arrays they read."""
     nodes: dict[Node, None] = {}
     inputs: dict[Value, None] = {}
     pending = [target.value]
@@ -243,7 +249,10 @@ def _cone(target: Target) -> tuple[dict[Node, None], dict[Value, None]]:
 
 
 def _fitted(target: Target) -> Grid:
-    """The target's grid. What the user cannot name, a reduction or an unnamed value, gets at most one tile per row."""
+    """The target's grid.
+
+    What the user cannot name, a reduction or an unnamed value, gets at most one tile per row.
+    """
     if target.grid is None:
         return None
     grid, value = list(target.grid), target.value
@@ -253,15 +262,19 @@ def _fitted(target: Target) -> Grid:
             continue
         if grid[axis] > length and target.reduction is None and (value.is_output or value.name):
             raise TilingError(
-                f"{grid[axis]} tiles along tiled axis {axis} are more than the {length} rows of {target.label!r}, "
-                f"{describe(value.aval, value.axes)}: use at most {length} tiles, or give its region a grid of its own with "
+                f"{grid[axis]} tiles along tiled axis {axis} are more than the {length} rows of "
+                f"{target.label!r}, "
+                f"{describe(value.aval, value.axes)}: use at most {length} tiles, or give its "
+                "region a grid of its own with "
                 "`tiles={name: grid, ...: grid}`"
             )
         grid[axis] = min(grid[axis], length)
         if target.reduction is None and value.whole_cotangent and length % grid[axis]:
             raise TilingError(
-                f"{grid[axis]} tiles along tiled axis {axis} do not divide the {length} rows of the output of a `custom_vjp` "
-                "function whose backward rule is not linear in the cotangent: choose a number of tiles that divides them"
+                f"{grid[axis]} tiles along tiled axis {axis} do not divide the {length} rows of "
+                "the output of a `custom_vjp` "
+                "function whose backward rule is not linear in the cotangent: choose a number of "
+                "tiles that divides them"
             )
     return tuple(grid)
 
@@ -280,6 +293,7 @@ def _check_keys(tiles: Tiles, regions: list[Region]) -> None:
     unknown = [k for k in tiles if k is not ... and k not in known]
     if unknown:
         raise TilingError(
-            f"`tiles` has a grid for {unknown[0]!r}, but no stored value has that name; stored are {sorted(known)}. "
+            f"`tiles` has a grid for {unknown[0]!r}, but no stored value has that name; stored "
+            f"are {sorted(known)}. "
             "A value is stored if `policy` saves it, or if it is an output."
         )

@@ -1,11 +1,14 @@
-"""One tile: which window of every value it needs (planned backwards), and how it computes them (evaluated forwards).
+"""One tile: which window of every value it needs (planned backwards), and how it computes them
+(evaluated forwards).
 
-Planning walks the equations from the wanted windows back to the inputs. The window of a value is the hull of what its readers
-demand, clipped to the array and of one size for all tiles, so regions shrink from layer to layer. Evaluation walks forwards; each
-reader cuts what it asked for out of the value's window, and supplies its own padding where that lies outside the array.
+Planning walks the equations from the wanted windows back to the inputs. The window of a value is
+the hull of what its readers demand, clipped to the array and of one size for all tiles, so regions
+shrink from layer to layer. Evaluation walks forwards; each reader cuts what it asked for out of the
+value's window, and supplies its own padding where that lies outside the array.
 
-All positions are integers known while tracing, one per tile. Those that differ between tiles become *columns* of a table
-with one row per tile, and the tile loop is a scan over its rows; those that do not are plain numbers in the program.
+All positions are integers known while tracing, one per tile. Those that differ between tiles become
+*columns* of a table with one row per tile, and the tile loop is a scan over its rows; those that do
+not are plain numbers in the program.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Read the window `wanted` out of an array that holds the window `held`, `fill` where it does not reach."""
+    """Read one window out of an array that holds another; `fill` where that does not reach."""
 
     dims: tuple[tuple[int, Any, int, int, int, int], ...]
     fill: Any
@@ -107,7 +110,10 @@ class Cut:
 
 
 def _read(spec, fill, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
-    """`y[j] = x[j + offset]`, `fill` outside of `x`. `spec`: dimension, smallest and largest offset, size of `y`."""
+    """`y[j] = x[j + offset]`, `fill` outside of `x`.
+
+    `spec`: dimension, smallest and largest offset, size of `y`.
+    """
     padding, starts, sizes = [(0, 0, 0)] * x.ndim, [jnp.int32(0)] * x.ndim, list(x.shape)
     for (d, lo, hi, size), offset in zip(spec, offsets, strict=True):
         before, after = max(0, -lo), max(0, hi + size - x.shape[d])
@@ -117,8 +123,8 @@ def _read(spec, fill, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
     return lax.dynamic_slice(x, starts, sizes)
 
 
-# The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward read does; left to JAX it would be
-# an update of an array of zeros.
+# The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward
+# read does; left to JAX it would be an update of an array of zeros.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _shift(spec, fill: complex, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
     return _read(spec, fill, x, offsets)
@@ -139,7 +145,10 @@ _shift.defvjp(_shift_forward, _shift_backward)
 
 @dataclasses.dataclass(eq=False)
 class Instruction:
-    """One equation of a tile: how its operands are cut, how it is computed, how its outputs are cropped."""
+    """One equation of a tile.
+
+    How its operands are cut, how it is computed, how its outputs are cropped.
+    """
 
     node: Node
     step: Step
@@ -150,7 +159,7 @@ class Instruction:
 
 @dataclasses.dataclass(eq=False)
 class TilePlan:
-    """All windows of one tile, and the instructions that compute the wanted ones from those of the inputs."""
+    """The windows of one tile, and the instructions that compute them from the inputs'."""
 
     windows: dict[Value, Windows]
     demands: dict[Value, list[Windows]]
@@ -196,7 +205,10 @@ def plan(
     grid: Mapping[int, int],
     table: Table | None = None,
 ) -> TilePlan:
-    """Windows and instructions for the wanted windows. `nodes` in topological order; what is not needed is left out."""
+    """Windows and instructions for the wanted windows.
+
+    `nodes` in topological order; what is not needed is left out.
+    """
     demands: dict[Value, list[Windows]] = {value: [windows] for value, windows in wanted.items()}
     windows: dict[Value, Windows] = {}
     table = Table() if table is None else table

@@ -1,1 +1,5 @@
-"""Decisions about memory: which values are stored, recomputed or offloaded. Any function of `jax.checkpoint_policies` is a policy."""
+"""Decisions about memory.
+
+Which values are stored, recomputed or offloaded. Any function of `jax.checkpoint_policies` is a
+policy.
+"""

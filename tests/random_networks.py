@@ -1,4 +1,5 @@
-"""Random convolutional networks: chains, skips, concatenations and U-shapes of the ops that networks are made of.
+"""Random convolutional networks: chains, skips, concatenations and U-shapes of the ops that
+networks are made of.
 
 A network is drawn as a list of plain tuples, so that a failing one can be read and pasted.
 """
@@ -53,8 +54,8 @@ class Network:
             new = _apply(layer, tensors, kernels[index])
             if min(new.shape[1:3]) >= 3:
                 tensors.append(checkpoint_name(new, f"layer{index}"))
-        # Behind a normalisation some gradients cancel to rounding noise, which has no relative error. The last output gives
-        # every gradient a part of order one to be compared with.
+        # Behind a normalisation some gradients cancel to rounding noise, which has no relative
+        # error. The last output gives every gradient a part of order one to be compared with.
         return (
             tensors[-1],
             (tensors[len(tensors) // 2] ** 2).mean((1, 2)),

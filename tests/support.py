@@ -1,4 +1,4 @@
-"""One way to compare a tiled function with the plain one, and small pieces to build functions from."""
+"""The comparison of a tiled function with the plain one, and pieces to build functions from."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ def results(fun, args, *, jit: bool = True):
 def assert_close(got, want, tolerance: float = TOLERANCE) -> None:
     """Every leaf of two pytrees: same shape, same type, and elements that differ by rounding only.
 
-    Differences are relative to the largest element of the leaf, but at least to a hundredth of the largest of all: the gradient of
-    a bias before a batch norm is zero but for rounding, and rounding has no relative error.
+    Differences are relative to the largest element of the leaf, but at least to a hundredth of the
+    largest of all: the gradient of a bias before a batch norm is zero but for rounding, and
+    rounding has no relative error.
     """
     got_leaves, want_leaves = jax.tree.leaves(got), jax.tree.leaves(want)
     assert jax.tree.structure(got) == jax.tree.structure(want)

@@ -116,7 +116,7 @@ def test_wrong_tiles(tiles, words):
 
 def test_mismatched_sizes():
     """Tiled arguments that meet must have equal sizes; JAX says so itself, at the user's line."""
-    with pytest.raises(TypeError, match="incompatible shapes|broadcast"):
+    with pytest.raises(TypeError, match=r"incompatible shapes|broadcast"):
         jaxtile.checkpoint(lambda a, b: a + b, in_axes=((1, 2), (1, 2)), tiles=(2, 2))(
             IMAGE, IMAGE[:, :5]
         )

@@ -64,7 +64,7 @@ def test_regions_names_and_bytes():
         ["reduce_sum"],
     ]
     assert [[w.name for w in r.reads] for r in explanation.regions] == [
-        ["input"],
+        ["x"],
         ["first"],
         ["pool"],
     ]

@@ -80,7 +80,7 @@ STENCILS = {
 
 
 def record(op, position, index, coord, spans, nexts, *, tile=(), op_index=None):
-    """One record of the plan from (unclipped lo, hi, length) per axis, columns first, as the reference writes it."""
+    """One record of the plan from (unclipped lo, hi, length) per axis, columns first."""
     clipped = [clip(lo, hi, length) for lo, hi, length in spans]
     is_conv = op == "conv2d"
     return {
@@ -106,7 +106,10 @@ def sizes(spans):
 
 
 def walk(network, spans, coord, forwards: bool):
-    """The plan of one tile: demand from the last op to the first, or reach from the first to the last."""
+    """The plan of one tile.
+
+    Demand from the last op to the first, or reach from the first to the last.
+    """
     ops = network if not forwards else network[::-1]
     conv_index = -1
     first = record(

@@ -42,7 +42,8 @@ def test_memory_does_not_grow_with_the_number_of_tiles():
     assert many <= few
 
 
-# A loop may name a whole array, read a window of it and write a window of it; anything else would cost its whole size in every step.
+# A loop may name a whole array, read a window of it and write a window of it; anything else would
+# cost its whole size in every step.
 _IN_PLACE = {
     "parameter",
     "get-tuple-element",
@@ -55,7 +56,7 @@ _IN_PLACE = {
 
 
 def whole_array_instructions(hlo: str, shape: str) -> list[str]:
-    """Instructions in loop bodies, and in what they call, that produce an array of this shape other than in place."""
+    """Instructions in loops that produce an array of this shape other than in place."""
     computations = dict(
         re.findall(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", hlo, re.M | re.S)
     )
@@ -83,7 +84,10 @@ def whole_array_instructions(hlo: str, shape: str) -> list[str]:
 
 
 def _updates_in_place(called: list[str], computations: dict[str, str]) -> bool:
-    """A fusion whose result is an update of a window of its operand: the whole array appears in it, but is not copied."""
+    """A fusion whose result is an update of a window of its operand.
+
+    The whole array appears in it, but is not copied.
+    """
     roots = [line for name in called for line in computations[name].splitlines() if "ROOT" in line]
     if any(re.search(r"(fusion|call)\(", root) for root in roots):
         deeper = [c for root in roots for c in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", root)]

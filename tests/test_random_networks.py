@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, Phase, settings
 from .random_networks import Network, networks
 from .support import assert_same
 
-# Every example compiles two programs: shrinking would take hours, and a network is short enough to read.
+# Every example compiles two programs: shrinking would take hours, and a network is short enough to
+# read.
 _SETTINGS = {
     "deadline": None,
     "suppress_health_check": list(HealthCheck),

@@ -58,10 +58,13 @@ cases(
     depthwise=lambda p, x: conv(x, p["depthwise"], feature_group_count=4),
     batch_groups=lambda p, x: conv(x, p["w"], batch_group_count=2),
     other_order=lambda p, x: lax.conv_general_dilated(
-        x.transpose(1, 3, 0, 2), p["w"].transpose(2, 0, 3, 1), (1, 2), "SAME",
+        x.transpose(1, 3, 0, 2),
+        p["w"].transpose(2, 0, 3, 1),
+        (1, 2),
+        "SAME",
         dimension_numbers=("HCNW", "IHOW", "WNCH"),
     ),
-)  # fmt: skip
+)
 
 cases(
     "pool",
@@ -71,20 +74,37 @@ cases(
     min=lambda p, x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2, 3, 1), (1, 1, 2, 1), "SAME"),
     sum=lambda p, x: lax.reduce_window(x, 0.0, lax.add, (1, 3, 2, 1), (1, 2, 1, 1), "SAME"),
     max_dilated=lambda p, x: lax.reduce_window(
-        lax.stop_gradient(x), -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 2, 1), ((0, 0), (2, 1), (0, 2), (0, 0)),
+        lax.stop_gradient(x),
+        -jnp.inf,
+        lax.max,
+        (1, 2, 2, 1),
+        (1, 1, 2, 1),
+        ((0, 0), (2, 1), (0, 2), (0, 0)),
         window_dilation=(1, 3, 2, 1),
     ),
     sum_dilated=lambda p, x: lax.reduce_window(
-        x, 0.0, lax.add, (1, 2, 2, 1), (1, 1, 2, 1), ((0, 0), (2, 1), (0, 2), (0, 0)), window_dilation=(1, 3, 2, 1)
+        x,
+        0.0,
+        lax.add,
+        (1, 2, 2, 1),
+        (1, 1, 2, 1),
+        ((0, 0), (2, 1), (0, 2), (0, 0)),
+        window_dilation=(1, 3, 2, 1),
     ),
     base_dilated=lambda p, x: lax.reduce_window(
-        x, 0.0, lax.add, (1, 3, 3, 1), (1, 2, 1, 1), ((0, 0), (2, 1), (0, 2), (0, 0)), base_dilation=(1, 2, 3, 1)
+        x,
+        0.0,
+        lax.add,
+        (1, 3, 3, 1),
+        (1, 2, 1, 1),
+        ((0, 0), (2, 1), (0, 2), (0, 0)),
+        base_dilation=(1, 2, 3, 1),
     ),
     channels=lambda p, x: lax.reduce_window(x**2, 0.0, lax.add, (1, 1, 1, 3), (1, 1, 1, 1), "SAME"),
     own_function=lambda p, x: lax.reduce_window(
         lax.stop_gradient(x), 1.0, lambda a, b: a * b, (1, 2, 2, 1), (1, 1, 1, 1), "SAME"
     ),
-)  # fmt: skip
+)
 
 cases(
     "elementwise",
@@ -204,16 +224,26 @@ cases(
 cases(
     "generated",
     coordinates=lambda p, x: x * jnp.arange(10)[:, None] + jnp.linspace(-1, 1, 12)[:, None, None],
-    grid=lambda p, x: jnp.concatenate([x, jnp.broadcast_to(jnp.stack(jnp.mgrid[:12, :10], -1), (2, 12, 10, 2))], -1),
-    dropout=lambda p, x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.4, x.shape), conv(x, p["w"]), 0),
+    grid=lambda p, x: jnp.concatenate(
+        [x, jnp.broadcast_to(jnp.stack(jnp.mgrid[:12, :10], -1), (2, 12, 10, 2))], -1
+    ),
+    dropout=lambda p, x: jnp.where(
+        jax.random.bernoulli(jax.random.key(1), 0.4, x.shape), conv(x, p["w"]), 0
+    ),
     normal=lambda p, x: x + jax.random.normal(jax.random.PRNGKey(2), x.shape[1:]),
     bits=lambda p, x: [
-        jax.random.bits(jax.random.key(3), x.shape, dtype) + (x > 0).astype(dtype) for dtype in ("uint8", "uint16", "uint32", "uint64")
+        jax.random.bits(jax.random.key(3), x.shape, dtype) + (x > 0).astype(dtype)
+        for dtype in ("uint8", "uint16", "uint32", "uint64")
     ],
-    keys=lambda p, x: x * jax.vmap(lambda k: jax.random.uniform(k, x.shape[1:]))(jax.random.split(jax.random.key(4), 2)),
+    keys=lambda p, x: (
+        x
+        * jax.vmap(lambda k: jax.random.uniform(k, x.shape[1:]))(
+            jax.random.split(jax.random.key(4), 2)
+        )
+    ),
     other_generator=lambda p, x: x * jax.random.uniform(jax.random.key(5, impl="rbg"), x.shape),
     constant=lambda p, x: [x + jnp.zeros_like(x), jnp.ones((12, 10, 1)) * x],
-)  # fmt: skip
+)
 
 
 @jax.custom_vjp

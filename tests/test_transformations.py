@@ -146,7 +146,7 @@ def test_integer_images_need_no_gradient():
 
 
 def test_tiles_share_one_program():
-    """The function is traced once for the schedule, however many tiles there are, and never again under jit."""
+    """The function is traced once, however many tiles there are, and never again under jit."""
 
     @chex.assert_max_traces(n=1)
     def fun(params, x):

@@ -1,4 +1,7 @@
-"""Rules per primitive, one file per family; importing this package fills the table in `_registry`."""
+"""Rules per primitive, one file per family.
+
+Importing this package fills the table in `_registry`.
+"""
 
 from . import _contraction as _contraction
 from . import _elementwise as _elementwise

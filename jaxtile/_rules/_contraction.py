@@ -1,4 +1,7 @@
-"""`dot_general`: 1x1 convolutions, dense layers per pixel, locally connected layers, and banded constants (resizing)."""
+"""`dot_general`.
+
+1x1 convolutions, dense layers per pixel, locally connected layers, and banded constants (resizing).
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from ._registry import Equation, Need, Rule, Step, Windows, merge, register
 
 @register("dot_general")
 class DotGeneral(Rule):
-    """Tiled batch and free dimensions pass through. A contracted tiled dimension needs a constant matrix beside it.
+    """Tiled batch and free dimensions pass through. A contracted tiled dimension needs a constant
+    matrix beside it.
 
-    `jax.image.resize` contracts each axis with a constant matrix of interpolation weights. Each of its columns is zero but
-    for a short band, so an output window needs a window of the input only.
+    `jax.image.resize` contracts each axis with a constant matrix of interpolation weights. Each of
+    its columns is zero but for a short band, so an output window needs a window of the input only.
     """
 
     def axes(self, eqn: Equation):
-        (contract, batch) = eqn.params["dimension_numbers"]
+        _, batch = eqn.params["dimension_numbers"]
         in_axes = [list(axes) for axes in eqn.in_axes]
         for left, right in zip(*batch, strict=True):
             (axis,) = merge(eqn.primitive, [(eqn.in_axes[0][left],), (eqn.in_axes[1][right],)])
@@ -88,7 +92,10 @@ def _free(eqn: Equation, side: int) -> list[int]:
 
 
 def _banded(eqn: Equation) -> tuple[int, int] | None:
-    """If a tiled dimension is contracted with a constant matrix: the matrix' operand number, and the axis."""
+    """If a tiled dimension is contracted with a constant matrix.
+
+    The matrix' operand number, and the axis.
+    """
     contract, batch = eqn.params["dimension_numbers"]
     tiled = [
         (side, eqn.in_axes[side][d])
@@ -103,15 +110,16 @@ def _banded(eqn: Equation) -> tuple[int, int] | None:
     if len(tiled) > 1 or not matrix or eqn.constant(weights) is None:
         raise Mixes(
             f"`dot_general` sums over tiled dimension {contract[side][0]} of operand {side}",
-            "apply only constant matrices along a tiled axis, or write a sum of products as `(a * b).sum(axes)`, which is "
+            "apply only constant matrices along a tiled axis, or write a sum of products as `(a * "
+            "b).sum(axes)`, which is "
             "accumulated over the tiles",
         )
     return weights, axis
 
 
 def _band(matrix: np.ndarray, window: Window) -> tuple[Window, np.ndarray]:
-    """The rows in which the columns of each tile are not all zero, and those blocks of the matrix."""
-    rows, columns = matrix.shape
+    """Per tile, the rows in which its columns are not all zero, and that block of the matrix."""
+    rows = matrix.shape[0]
     used = matrix != 0
     first = np.where(used.any(0), used.argmax(0), rows)
     last = np.where(used.any(0), rows - used[::-1].argmax(0), 0)

@@ -1,9 +1,10 @@
 """A convolution that stays fast inside a loop on a CPU.
 
-XLA's CPU backend brings convolutions into the dimension order that its fast kernels need, but only in a program's entry computation, not
-in the body of a loop. JAX states the two gradients of a convolution by permuting dimension numbers, so in a tile loop both
-take the slow path (about ten times slower). Here they are stated with explicit transposes instead. Other backends get
-JAX's own convolution and gradients.
+XLA's CPU backend brings convolutions into the dimension order that its fast kernels need, but only
+in a program's entry computation, not in the body of a loop. JAX states the two gradients of a
+convolution by permuting dimension numbers, so in a tile loop both take the slow path (about ten
+times slower). Here they are stated with explicit transposes instead. Other backends get JAX's own
+convolution and gradients.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _as_given(params, lhs, rhs):
 
 
 def _in_order(params, lhs, rhs):
-    """The same convolution on operands that were transposed to (batch, space, feature) and (space, in, out)."""
+    """The same convolution with operands as (batch, space, feature) and (space, in, out)."""
     dims = params["dimension_numbers"]
     rank = lhs.ndim
     last = (0, rank - 1, *range(1, rank - 1))

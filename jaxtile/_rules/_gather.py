@@ -1,4 +1,7 @@
-"""`gather`: label look-ups (cross-entropy), embeddings, and fixed indices along a tiled axis (nearest resizing)."""
+"""`gather`.
+
+Label look-ups (cross-entropy), embeddings, and fixed indices along a tiled axis (nearest resizing).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ._shape import local_shape
 
 @register("gather")
 class Gather(Rule):
-    """Tiled dimensions may be batch dimensions, dimensions taken whole, or one dimension indexed by constants."""
+    """Tiled dimensions may be batched, taken whole, or (one of them) indexed by constants."""
 
     def axes(self, eqn: Equation):
         dims = eqn.params["dimension_numbers"]
@@ -102,7 +105,7 @@ def _batch_dims(eqn: Equation) -> dict[int, int]:
 
 
 def _fixed(eqn: Equation) -> int | None:
-    """The tiled dimension that is indexed by one vector of constants, if that is what this gather does."""
+    """The tiled dimension that is indexed by one vector of constants, if there is one."""
     dims = eqn.params["dimension_numbers"]
     if len(dims.start_index_map) != 1 or len(eqn.in_avals[1].shape) != 2:
         return None

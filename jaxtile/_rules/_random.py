@@ -1,7 +1,8 @@
 """Random bits, drawn window by window: the numbers of the untiled function, without storing them.
 
-JAX's default generator hashes the key with the element's position in the array ("partitionable" threefry), so a window of the
-array can be drawn alone. Other generators have no such structure: their bits are drawn whole, once, and stored.
+JAX's default generator hashes the key with the element's position in the array ("partitionable"
+threefry), so a window of the array can be drawn alone. Other generators have no such structure:
+their bits are drawn whole, once, and stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reductions, scans and sorts. Along untiled dimensions they are steps; a reduction over a tiled axis is a cut."""
+"""Reductions, scans and sorts.
+
+Along untiled dimensions they are steps; a reduction over a tiled axis is a cut.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ class Reduce(Rule):
         over = [d for d, a in enumerate(eqn.in_axes[0]) if a is not None and d not in kept]
         if over and eqn.primitive.name not in _REDUCTIONS:
             raise Mixes(
-                f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated over tiles"
+                f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated "
+                "over tiles"
             )
         return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in kept)]
 
@@ -188,8 +192,9 @@ class Extremum(Reduction):
         return partial[:1]
 
     def pullback(self, operand, owned, remembered, state, cotangent):
-        # The operand was recomputed, perhaps with other roundings than in the forward pass. Which tiles hold the extremum is
-        # decided by forward values alone, and where in such a tile by recomputed values alone.
+        # The operand was recomputed, perhaps with other roundings than in the forward pass. Which
+        # tiles hold the extremum is decided by forward values alone, and where in such a tile by
+        # recomputed values alone.
         x = _masked(operand, owned, self._worst)
         (here,) = self.eqn.bind(x)
         share = jnp.where(

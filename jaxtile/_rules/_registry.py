@@ -3,13 +3,16 @@
 A rule answers three questions about one primitive, and knows nothing of loops, regions or policies:
 
 * `axes`: which dimensions of the outputs carry which tiled axis, given those of the inputs;
-* `step`: to produce these windows of the outputs, which windows of the inputs are needed, and how is it computed from them;
-* `promote`: could this equation, so far untiled, be evaluated window by window (`iota`, a broadcast, random bits)?
+* `step`: to produce these windows of the outputs, which windows of the inputs are needed, and how
+  is it computed from them;
+* `promote`: could this equation, so far untiled, be evaluated window by window (`iota`, a
+  broadcast, random bits)?
 
-A reduction over a tiled axis is not a step, because it needs every tile: such a rule also answers `reduction`.
+A reduction over a tiled axis is not a step, because it needs every tile: such a rule also answers
+`reduction`.
 
-Rules are registered by primitive *name*: some primitives exist only in some of the supported JAX versions, and several are
-not exported at all.
+Rules are registered by primitive *name*: some primitives exist only in some of the supported JAX
+versions, and several are not exported at all.
 """
 
 from __future__ import annotations
@@ -33,7 +36,10 @@ Windows = dict[int, Window]
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One application of a primitive, as a rule sees it. `out_axes` is empty while the rule is asked for it."""
+    """One application of a primitive, as a rule sees it.
+
+    `out_axes` is empty while the rule is asked for it.
+    """
 
     primitive: Any
     params: Mapping[str, Any]
@@ -57,7 +63,10 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """The windows wanted of one operand. They may stick out of the array; `fill` is what is read there."""
+    """The windows wanted of one operand.
+
+    They may stick out of the array; `fill` is what is read there.
+    """
 
     windows: Windows
     fill: Any = 0
@@ -67,9 +76,10 @@ class Need:
 class Step:
     """How to produce windows of an equation's outputs.
 
-    `evaluate(scalars, *operands)` gets every operand cut to exactly what was needed of it (untiled operands whole; a tiled
-    dimension that no window was asked for, whole), and for each window in `positions` its start in the current tile. It returns the outputs on the windows in `produced`, by
-    default exactly those that were asked for; the caller crops.
+    `evaluate(scalars, *operands)` gets every operand cut to exactly what was needed of it (untiled
+    operands whole; a tiled dimension that no window was asked for, whole), and for each window in
+    `positions` its start in the current tile. It returns the outputs on the windows in `produced`,
+    by default exactly those that were asked for; the caller crops.
     """
 
     needs: Sequence[Need | None]
@@ -79,18 +89,27 @@ class Step:
 
 
 class Rule(Protocol):
-    """The rule of a primitive; see the module's docstring. Most rules override `axes` and `step` only."""
+    """The rule of a primitive.
+
+    See the module's docstring. Most rules override `axes` and `step` only.
+    """
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        """The axes that the inputs must carry (an untiled input is then read by window) and those of the outputs."""
+        """The axes that the inputs must carry, and those of the outputs."""
         ...
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        """How to produce these windows of the outputs. None: that output is not wanted; a sole output always is."""
+        """How to produce these windows of the outputs.
+
+        None: that output is not wanted; a sole output always is.
+        """
         ...
 
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
-        """Axes that the inputs need so that the output carries `out_axes`; None if it must be computed whole."""
+        """Axes that the inputs need so that the output carries `out_axes`.
+
+        None if it must be computed whole.
+        """
         return None
 
     def reduction(self, eqn: Equation) -> Reduction | None:
@@ -98,12 +117,15 @@ class Rule(Protocol):
         return None
 
     def whole_cotangent(self, eqn: Equation) -> bool:
-        """Must the backward rule see an element's whole cotangent, not just one tile's share? Then the output is stored."""
+        """Must the backward rule see each whole cotangent? Then the output is stored."""
         return False
 
 
 class Reduction(Protocol):
-    """A reduction over tiled axes, as an accumulation over tiles. A state is a tuple of arrays shaped like the result."""
+    """A reduction over tiled axes, as an accumulation over tiles.
+
+    A state is a tuple of arrays shaped like the result.
+    """
 
     def start(self) -> tuple[jax.Array, ...]: ...
 
@@ -118,7 +140,10 @@ class Reduction(Protocol):
     def finish(self, state: tuple[jax.Array, ...]) -> jax.Array: ...
 
     def remember(self, partial: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """What the backward pass must know of this tile that it cannot recompute bit for bit. It is stored per tile."""
+        """What the backward pass must know of this tile that it cannot recompute bit for bit.
+
+        It is stored per tile.
+        """
         return ()
 
     def pullback(self, operand, owned, remembered, state, cotangent) -> jax.Array:
@@ -167,7 +192,8 @@ def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
         found = {label for label in labels if label is not None}
         if len(found) > 1:
             raise Mixes(
-                f"`{primitive.name}` combines different tiled axes {sorted(found)} in dimension {dim}"
+                f"`{primitive.name}` combines different tiled axes {sorted(found)} in dimension "
+                f"{dim}"
             )
         merged.append(found.pop() if found else None)
     repeated = {a for a in merged if a is not None and merged.count(a) > 1}

@@ -1,4 +1,7 @@
-"""Primitives that move values around: broadcasts, transposes, slices, pads, concatenations, reversals."""
+"""Primitives that move values around.
+
+Broadcasts, transposes, slices, pads, concatenations, reversals.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,10 @@ def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
 @register("broadcast_in_dim")
 class Broadcast(Rule):
     def axes(self, eqn: Equation):
-        """A dimension of size 1 that is repeated has only one position: it gives the output no axis."""
+        """A dimension of size 1 that is repeated has only one position.
+
+        It gives the output no axis.
+        """
         out: list[int | None] = [None] * len(eqn.params["shape"])
         for i, o in enumerate(eqn.params["broadcast_dimensions"]):
             if eqn.in_avals[0].shape[i] == eqn.params["shape"][o]:
@@ -152,7 +158,8 @@ class DynamicSlice(Rule):
             whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
             if axis is not None and not whole and eqn.constant(1 + d) is None:
                 raise Mixes(
-                    f"`dynamic_slice` along tiled dimension {d} starts at a value computed at run time"
+                    f"`dynamic_slice` along tiled dimension {d} starts at a value computed at run "
+                    "time"
                 )
         return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
 
@@ -233,7 +240,8 @@ class Concatenate(Rule):
         ]
 
         def evaluate(scalars, *parts):
-            # Every part was read on the whole window, zeros where it has nothing; each position takes its own part.
+            # Every part was read on the whole window, zeros where it has nothing; each position
+            # takes its own part.
             position = coordinates(scalars[0], parts[0].shape, dim)
             out = parts[-1]
             for part, end in zip(parts[-2::-1], ends[-2::-1], strict=True):
@@ -336,10 +344,12 @@ class Pad(Rule):
 
 @register("reshape")
 class Reshape(Rule):
-    """A tiled dimension may be split or merged with the dimensions after it, but not folded under another one.
+    """A tiled dimension may be split or merged with the dimensions after it, but not folded under
+    another one.
 
-    Rows of a tiled dimension of size `p`, each of `P` elements, become rows of size-`q` dimension of `Q` elements. If one
-    of `P` and `Q` divides the other, rows map to whole groups of rows: nearest upsampling, space-to-depth, grouped channels.
+    Rows of a tiled dimension of size `p`, each of `P` elements, become rows of size-`q` dimension
+    of `Q` elements. If one of `P` and `Q` divides the other, rows map to whole groups of rows:
+    nearest upsampling, space-to-depth, grouped channels.
     """
 
     def axes(self, eqn: Equation):
@@ -381,7 +391,7 @@ class Reshape(Rule):
 
 
 def _regrouped(window: Window, elements: int, out_elements: int) -> tuple[Window, Window]:
-    """Input rows of `elements` elements that make up the output rows `window` of `out_elements` elements each."""
+    """The input rows of `elements` each that make up output rows of `out_elements` each."""
     if out_elements % elements == 0:
         k = out_elements // elements
         return window.moved(window.starts * k, window.size * k), window
@@ -394,10 +404,12 @@ def _regrouped(window: Window, elements: int, out_elements: int) -> tuple[Window
 def _counterpart(
     shape: Sequence[int], other: Sequence[int], dim: int
 ) -> tuple[int | None, int, int]:
-    """The dimension of `other` that holds the rows of `shape`'s `dim`, and the elements per row on either side.
+    """The dimension of `other` that holds the rows of `shape`'s `dim`, and the elements per row on
+    either side.
 
-    Both shapes are split into the shortest runs of dimensions with equal products; `dim` must be the first of its run. A
-    dimension of size 1 matches one of size 1 in the same place, or none (it was squeezed away).
+    Both shapes are split into the shortest runs of dimensions with equal products; `dim` must be
+    the first of its run. A dimension of size 1 matches one of size 1 in the same place, or none (it
+    was squeezed away).
     """
     if shape[dim] == 1:
         ones, other_ones = (_ones_beside(s, math.prod(shape[:dim])) for s in (shape, other))
@@ -414,7 +426,8 @@ def _counterpart(
             break
         return other_run[0], rows, other_rows
     raise Mixes(
-        f"`reshape` from {tuple(shape)} to {tuple(other)} folds tiled dimension {dim} into another one",
+        f"`reshape` from {tuple(shape)} to {tuple(other)} folds tiled dimension {dim} into "
+        "another one",
         "keep the tiled axis a dimension of its own, or the first of those that are merged",
     )
 

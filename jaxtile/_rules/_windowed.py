@@ -16,7 +16,10 @@ from ._registry import Axes, Equation, Need, Rule, Step, Windows, forbid, regist
 
 @dataclasses.dataclass(frozen=True)
 class Slide:
-    """One axis of a sliding-window primitive in one region: what it reads, and the padding left to apply to that."""
+    """One axis of a sliding-window primitive in one region.
+
+    What it reads, and the padding left to apply to that.
+    """
 
     need: Window
     padding: tuple[int, int]
@@ -26,9 +29,10 @@ class Slide:
     def of(cls, stencil: Stencil, window: Window) -> Slide:
         """Read what `window` of the output demands.
 
-        Between the inputs of a base-dilated (transposed) convolution lie zeros, so the padding before the first input read
-        depends on the output's position modulo a period. Tiles share one program: where their positions differ
-        modulo the period, each produces a few outputs more, from an aligned position on.
+        Between the inputs of a base-dilated (transposed) convolution lie zeros, so the padding
+        before the first input read depends on the output's position modulo a period. Tiles share
+        one program: where their positions differ modulo the period, each produces a few outputs
+        more, from an aligned position on.
         """
         base = stencil.base_dilation
         period = base // math.gcd(stencil.stride, base)
@@ -46,7 +50,10 @@ class Slide:
 
 @register("conv_general_dilated")
 class Convolution(Rule):
-    """`lax.conv_general_dilated`: spatial dimensions slide, the batch passes through, features are contracted."""
+    """`lax.conv_general_dilated`.
+
+    Spatial dimensions slide, the batch passes through, features are contracted.
+    """
 
     def axes(self, eqn: Equation):
         dims = eqn.params["dimension_numbers"]
@@ -140,7 +147,10 @@ class Pool(_Pool):
 
 @register("reduce_window")
 class GeneralPool(_Pool):
-    """A pool with a user's own function of two arguments; outside the array it reads its initial value."""
+    """A pool with a user's own function of two arguments.
+
+    Outside the array it reads its initial value.
+    """
 
     def fill(self, eqn: Equation):
         return eqn.constant(1)

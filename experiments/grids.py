@@ -1,0 +1,70 @@
+"""Time and memory of one network on finer and finer grids, beside the work that `explain` counts.
+
+    python -m experiments.grids --size=512
+
+Ratios to plain JAX: compiled temporaries, measured time, counted operations. Time should follow the
+operations, not the number of tiles.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags, logging
+from jax import lax
+
+import jaxtile
+
+_SIZE = flags.DEFINE_integer("size", 512, "height and width of the image")
+_CHANNELS = flags.DEFINE_integer("channels", 16, "channels of every layer")
+_LAYERS = flags.DEFINE_integer("layers", 8, "3 x 3 convolutions")
+_GRIDS = flags.DEFINE_multi_integer("grid", [1, 2, 4, 8, 16], "tiles per axis")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "timed steps")
+
+
+def network(params, x):
+    for kernel in params:
+        dims = ("NHWC", "HWIO", "NHWC")
+        x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims))
+    return x
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    size, channels = _SIZE.value, _CHANNELS.value
+    keys = jax.random.split(jax.random.key(0), _LAYERS.value + 1)
+    params = [0.1 * jax.random.normal(k, (3, 3, channels, channels)) for k in keys[1:]]
+    image = jax.random.normal(keys[0], (1, size, size, channels))
+    plain = measure(network, params, image)
+    print(
+        f"{_LAYERS.value} convolutions 3 x 3, {size} x {size} x {channels}, {jax.default_backend()}"
+    )
+    print(f"plain JAX: {plain[0] * 1e3:.0f} ms, {plain[1] / 2**20:.1f} MiB\n")
+    print("| tiles | memory | time | operations |\n|---|---|---|---|")
+    for n in _GRIDS.value:
+        schedule = {"in_axes": (None, (1, 2)), "tiles": (n, n)}
+        seconds, temporary = measure(jaxtile.checkpoint(network, **schedule), params, image)
+        work = jaxtile.explain(network, params, image, **schedule).overhead
+        ratios = temporary / plain[1], seconds / plain[0], work
+        print(f"| {n} x {n} |", " | ".join(f"{r:.3f}" for r in ratios), "|", flush=True)
+
+
+def measure(fun, params, image) -> tuple[float, int]:
+    """Seconds (median) and temporary bytes of a step: value and gradient of all weights."""
+    step = jax.jit(jax.value_and_grad(lambda p, x: jnp.mean(fun(p, x) ** 2)))
+    compiled = step.lower(params, image).compile()
+    jax.block_until_ready(compiled(params, image))
+    times = []
+    for _ in range(_REPEATS.value):
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(params, image))
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times), compiled.memory_analysis().temp_size_in_bytes
+
+
+if __name__ == "__main__":
+    app.run(main)
