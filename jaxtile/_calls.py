@@ -22,9 +22,10 @@ import numpy as np
 from ._derivative import derivative_rule
 from ._errors import Mixes
 from ._geometry import Window, hull
-from ._graph import ALL_CALLS, Graph, Value, build
+from ._graph import ALL_CALLS, build
 from ._rules import Axes, Equation, Need, Rule, Step, Windows, register
 from ._tile import Cut, Table, TilePlan, lookup, plan
+from ._values import Graph, Value
 
 
 def _inexact(avals) -> list[int]:

@@ -12,13 +12,15 @@ import numpy as np
 
 from . import _calls as _calls
 from ._errors import TilingError
-from ._graph import Graph, Policy, Value, build
+from ._graph import Policy, build
 from ._loop import Loop
 from ._regions import Region, Schedule, Tiles, schedule
 from ._rules import Axes, untiled
 from ._tile import lookup
 
 # True while a function is traced for tiling. A `checkpoint` inside another one then steps aside:
+from ._values import Graph, Value
+
 # the outermost schedule wins. Being a JAX context, it is part of the key of every `jit` cache, so a
 # jitted inner function is traced anew.
 _inside = jax.make_user_context(False)

@@ -13,10 +13,11 @@ import numpy as np
 from ._checkpoint import trace
 from ._cost import flops
 from ._geometry import Window, partition
-from ._graph import Node, Policy, Value
+from ._graph import Policy
 from ._regions import Region, Schedule, Target, Tiles
 from ._rules import Windows
 from ._tile import Instruction
+from ._values import Node, Value
 
 
 @dataclasses.dataclass(frozen=True)

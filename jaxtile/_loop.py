@@ -12,6 +12,7 @@ cotangent of a stored array is a second array of its size.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,20 +23,17 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ._geometry import owned
-from ._graph import Value
 from ._regions import Region, Target, target_windows
 from ._rules import Windows
 from ._rules._reductions import accumulation_dtype
 from ._tile import Column, Cut, lookup
+from ._values import Value
 
 Array = jax.Array
 
 
 class Loop:
-    """The function of a region.
-
-    Whole arrays of its inputs and globals to whole arrays of its results.
-    """
+    """The function of a region: whole arrays of inputs and globals to whole arrays of results."""
 
     def __init__(self, region: Region):
         assert region.plan is not None
@@ -87,6 +85,7 @@ class Loop:
         ]
 
         def body(carry, row):
+            row = list(row)
             values = self._evaluate(self._windows(inputs, row), globals_, row)
             new, remembered = [], []
             for k, (target, value) in enumerate(zip(targets, values, strict=True)):
@@ -118,19 +117,18 @@ class Loop:
         """Cotangents of the wanted inputs and globals, None for the others."""
         want_inputs, want_globals = wanted
         targets = self.region.targets
-        carry = (
-            [jnp.zeros(x.shape, x.dtype) for x, w in zip(inputs, want_inputs, strict=True) if w],
-            [
-                jnp.zeros(x.shape, accumulation_dtype(x.dtype))
-                for x, w in zip(globals_, want_globals, strict=True)
-                if w
-            ],
-        )
+        sums = [
+            jnp.zeros(x.shape, self._sum_dtype(x, slots))
+            for x, slots in zip(
+                _select(inputs, want_inputs), _select(self.input_slots, want_inputs), strict=True
+            )
+        ]
+        totals = [
+            jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in _select(globals_, want_globals)
+        ]
 
         def body(carry, xs):
-            row, remembered = xs
-            remembered = iter(remembered)
-            states = iter(kept)
+            row, remembered, states = list(xs[0]), iter(xs[1]), iter(kept)
             windows = self._windows(inputs, row)
 
             def tile(diff_windows, diff_globals):
@@ -166,13 +164,13 @@ class Loop:
             totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
             return (sums, totals), None
 
-        (sums, totals), _ = lax.scan(body, carry, (jnp.asarray(self.rows), remembered))
-        totals = [
-            t.astype(x.dtype) for t, x in zip(totals, _select(globals_, want_globals), strict=True)
-        ]
-        return _fill_in([None] * len(inputs), want_inputs, sums), _fill_in(
-            [None] * len(globals_), want_globals, totals
-        )
+        (sums, totals), _ = lax.scan(body, (sums, totals), (jnp.asarray(self.rows), remembered))
+        return _like(inputs, want_inputs, sums), _like(globals_, want_globals, totals)
+
+    def _sum_dtype(self, x: Array, slots):
+        """What many tiles read, not just neighbours, has a sum over tiles as its cotangent."""
+        times_read = math.prod(size for _, size in slots) * self.region.tiles / max(1, x.size)
+        return accumulation_dtype(x.dtype) if times_read > 8 else x.dtype
 
     def _windows(self, inputs, row):
         return [_window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
@@ -193,10 +191,7 @@ class Loop:
 
 
 def _result_windows(target: Target, windows: Windows) -> Windows:
-    """The tiles of what a target leaves behind.
-
-    Itself, or the dimensions that a reduction keeps.
-    """
+    """The tiles of what a target leaves behind: itself, or what a reduction keeps of it."""
     if target.reduction is None:
         return windows
     by_axis = {w.axis: w for w in windows.values()}
@@ -262,19 +257,14 @@ def _starts(slots, row):
 
 
 def _window(x: Array, slots, row) -> Array:
-    return (
-        x
-        if _whole(x, slots)
-        else lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
-    )
+    if _whole(x, slots):
+        return x
+    return lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
 
 
 def _write(x: Array, tile: Array, slots, row) -> Array:
-    return (
-        tile.astype(x.dtype)
-        if _whole(x, slots)
-        else lax.dynamic_update_slice(x, tile.astype(x.dtype), _starts(slots, row))
-    )
+    tile = tile.astype(x.dtype)
+    return tile if _whole(x, slots) else lax.dynamic_update_slice(x, tile, _starts(slots, row))
 
 
 def _add(x: Array, tile: Array, slots, row) -> Array:
@@ -283,6 +273,14 @@ def _add(x: Array, tile: Array, slots, row) -> Array:
 
 def _select(items, wanted):
     return [x for x, w in zip(items, wanted, strict=True) if w]
+
+
+def _like(items, wanted, cotangents):
+    """Cotangents in the types of the items, None where none is wanted."""
+    cotangents = iter(cotangents)
+    return [
+        next(cotangents).astype(x.dtype) if w else None for x, w in zip(items, wanted, strict=True)
+    ]
 
 
 def _fill_in(items, wanted, replacements):

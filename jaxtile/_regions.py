@@ -20,11 +20,12 @@ from types import EllipsisType
 
 from ._errors import TilingError, describe
 from ._geometry import partition
-from ._graph import Graph, Node, Value
 from ._rules import Windows
 from ._tile import TilePlan, plan
+from ._values import Graph, Node, Value
 
 Grid = tuple[int, ...] | None
+
 """Tiles per tiled axis; None: not tiled and not recomputed, the equations run as plain JAX."""
 
 Tiles = Sequence[int] | Mapping[str | int | EllipsisType, Sequence[int] | None]

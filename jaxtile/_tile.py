@@ -1,5 +1,4 @@
-"""One tile: which window of every value it needs (planned backwards), and how it computes them
-(evaluated forwards).
+"""One tile: which window of every value it needs, and how it computes them.
 
 Planning walks the equations from the wanted windows back to the inputs. The window of a value is
 the hull of what its readers demand, clipped to the array and of one size for all tiles, so regions
@@ -16,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +25,9 @@ from jax import lax
 from ._derivative import transposing
 from ._errors import Mixes
 from ._geometry import Window, hull
-from ._graph import Node, Value, refuse
+from ._graph import refuse
 from ._rules import Need, Step, Windows
+from ._values import Node, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,65 +59,61 @@ class Table:
         index = np.indices([grid[a] for a in axes]).reshape(len(axes), -1)
         tiles = int(np.prod([grid[a] for a in axes]))
         columns = [values[index[axes.index(axis)]] for axis, values in self.columns]
-        return (
-            np.stack(columns, axis=1).astype(np.int32)
-            if columns
-            else np.zeros((tiles, 0), np.int32)
-        )
+        return np.array(columns, np.int32).reshape(len(columns), tiles).T
+
+
+class Offset(NamedTuple):
+    """Where along one dimension a read begins: at `slot`, between `low` and `high`, for `size`."""
+
+    dim: int
+    slot: int | Column
+    low: int
+    high: int
+    size: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
     """Read one window out of an array that holds another; `fill` where that does not reach."""
 
-    dims: tuple[tuple[int, Any, int, int, int, int], ...]
+    offsets: tuple[Offset, ...]
     fill: Any
 
     @classmethod
     def of(cls, table: Table, held: Windows, wanted: Windows, fill: Any) -> Cut | None:
-        dims = []
+        offsets = []
         for d, want in wanted.items():
             have = held[d]
-            offsets = np.clip(want.starts - have.starts, -want.size, have.size)
-            if (offsets == 0).all() and want.size == have.size:
-                continue
-            slot = table.add(want.axis, offsets)
-            dims.append((d, slot, int(offsets.min()), int(offsets.max()), have.size, want.size))
-        return cls(tuple(dims), fill) if dims else None
+            # A window that misses the array altogether reads `fill` only, however far away it is.
+            by = np.clip(want.starts - have.starts, -want.size, have.size)
+            if (by != 0).any() or want.size != have.size:
+                slot = table.add(want.axis, by)
+                offsets.append(Offset(d, slot, int(by.min()), int(by.max()), want.size))
+        return cls(tuple(offsets), fill) if offsets else None
 
     def __call__(self, x: jax.Array, scalars: Sequence[jax.Array]) -> jax.Array:
-        fixed = [
-            (d, slot, want) for d, slot, _, _, _, want in self.dims if not isinstance(slot, Column)
-        ]
-        moving = [dim for dim in self.dims if isinstance(dim[1], Column)]
-        fill = (
-            np.asarray(self.fill).astype(x.dtype)
-            if self.fill is not None
-            else np.zeros((), x.dtype)
-        )
+        fill = np.asarray(0 if self.fill is None else self.fill).astype(x.dtype)
         padding = [(0, 0, 0)] * x.ndim
-        for d, offset, want in fixed:
-            padding[d] = (-offset, offset + want - x.shape[d], 0)
-        if fixed:
+        for d, slot, _, _, size in self.offsets:
+            if isinstance(slot, int):
+                padding[d] = (-slot, slot + size - x.shape[d], 0)
+        if any(p != (0, 0, 0) for p in padding):
             x = lax.pad(x, fill, padding)
+        moving = tuple(o for o in self.offsets if isinstance(o.slot, Column))
         if not moving:
             return x
-        offsets = [scalars[slot.index] for _, slot, *_ in moving]
-        spec = tuple((d, lo, hi, want) for d, _, lo, hi, _, want in moving)
+        by = [scalars[o.slot.index] for o in moving]
         if jnp.issubdtype(x.dtype, jnp.inexact) and not transposing():
-            return _shift(spec, fill.item(), x, offsets)
-        return _read(spec, fill, x, offsets)
+            return _shift(moving, fill.item(), x, by)
+        return _read(moving, fill, x, by)
 
 
-def _read(spec, fill, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
-    """`y[j] = x[j + offset]`, `fill` outside of `x`.
-
-    `spec`: dimension, smallest and largest offset, size of `y`.
-    """
+def _read(offsets: Sequence[Offset], fill, x: jax.Array, by: Sequence[jax.Array]) -> jax.Array:
+    """`y[j] = x[j + by]` along the dimensions of `offsets`, `fill` outside of `x`."""
     padding, starts, sizes = [(0, 0, 0)] * x.ndim, [jnp.int32(0)] * x.ndim, list(x.shape)
-    for (d, lo, hi, size), offset in zip(spec, offsets, strict=True):
-        before, after = max(0, -lo), max(0, hi + size - x.shape[d])
-        padding[d], starts[d], sizes[d] = (before, after, 0), offset + before, size
+    for (d, _, low, high, size), start in zip(offsets, by, strict=True):
+        before, after = max(0, -low), max(0, high + size - x.shape[d])
+        padding[d], starts[d], sizes[d] = (before, after, 0), start + before, size
     if any(p != (0, 0, 0) for p in padding):
         x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
     return lax.dynamic_slice(x, starts, sizes)
@@ -126,18 +122,20 @@ def _read(spec, fill, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
 # The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward
 # read does; left to JAX it would be an update of an array of zeros.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _shift(spec, fill: complex, x: jax.Array, offsets: Sequence[jax.Array]) -> jax.Array:
-    return _read(spec, fill, x, offsets)
+def _shift(offsets, fill: complex, x: jax.Array, by: Sequence[jax.Array]) -> jax.Array:
+    return _read(offsets, fill, x, by)
 
 
-def _shift_forward(spec, fill, x, offsets):
-    return _read(spec, fill, x, offsets), ([x.shape[d] for d, *_ in spec], offsets)
+def _shift_forward(offsets, fill, x, by):
+    return _read(offsets, fill, x, by), ([x.shape[o.dim] for o in offsets], by)
 
 
-def _shift_backward(spec, fill, residuals, cotangent):
-    sizes, offsets = residuals
-    back = tuple((d, -hi, -lo, size) for (d, lo, hi, _), size in zip(spec, sizes, strict=True))
-    return _read(back, 0, cotangent, [-o for o in offsets]), [None for _ in offsets]
+def _shift_backward(offsets, fill, residuals, cotangent):
+    sizes, by = residuals
+    back = [
+        o._replace(low=-o.high, high=-o.low, size=n) for o, n in zip(offsets, sizes, strict=True)
+    ]
+    return _read(back, 0, cotangent, [-start for start in by]), [None for _ in by]
 
 
 _shift.defvjp(_shift_forward, _shift_backward)

@@ -83,6 +83,15 @@ def _largest(x) -> float:
 
 
 def assert_same(fun, *args, in_axes, tiles, policy=None, tolerance: float = TOLERANCE) -> None:
-    """The tiled function has the plain function's outputs and gradients."""
+    """The tiled function has the plain function's outputs and gradients.
+
+    The plain function is run under `jit` for speed. Where the two differ, what counts is the plain
+    function run op by op: XLA may round one value differently in two places of a program, and JAX's
+    gradient of a maximum looks for the elements that *equal* it, so under `jit` it can miss them.
+    """
     tiled = jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tiles, policy=policy)
-    assert_close(results(tiled, args), results(fun, args), tolerance)
+    got = results(tiled, args)
+    try:
+        assert_close(got, results(fun, args), tolerance)
+    except AssertionError:
+        assert_close(got, results(fun, args, jit=False), tolerance)

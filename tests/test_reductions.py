@@ -122,3 +122,7 @@ def test_narrow_sums_accumulate_in_float32():
     x, w = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((), jnp.bfloat16)
     assert float(tiled(w, x)) == 4096
     assert float(jax.grad(tiled)(w, x)) == 4096
+    row = jnp.ones((1, 64), jnp.bfloat16)
+    by_row = jaxtile.checkpoint(lambda r, x: x * r, in_axes=((0, 1), (0, 1)), tiles=(64, 1))
+    tall = jnp.ones((4096, 64), jnp.bfloat16)
+    assert float(jax.grad(lambda r: by_row(r, tall).astype(jnp.float32).sum())(row)[0, 0]) == 4096

@@ -6,8 +6,9 @@ Importing this package fills the table in `_registry`.
 from . import _contraction as _contraction
 from . import _elementwise as _elementwise
 from . import _gather as _gather
-from . import _random as _random
+from . import _generated as _generated
 from . import _reductions as _reductions
+from . import _reshape as _reshape
 from . import _shape as _shape
 from . import _windowed as _windowed
 from ._registry import Axes as Axes

@@ -1,8 +1,8 @@
-"""Random bits, drawn window by window: the numbers of the untiled function, without storing them.
+"""Values made from their position alone: coordinates and random bits, generated window by window.
 
 JAX's default generator hashes the key with the element's position in the array ("partitionable"
-threefry), so a window of the array can be drawn alone. Other generators have no such structure:
-their bits are drawn whole, once, and stored.
+threefry), so a window of the array can be drawn alone, with the numbers of the untiled function.
+Other generators have no such structure: their bits are drawn whole, once, and read by window.
 """
 
 from __future__ import annotations
@@ -16,8 +16,28 @@ import numpy as np
 from jax import lax
 from jax.extend.core.primitives import threefry2x32_p
 
-from ._registry import Axes, Equation, Need, Rule, Step, Windows, register
+from ._registry import Axes, Equation, Need, Rule, Step, Windows, register, untiled
 from ._shape import coordinates, local_shape
+
+
+@register("iota")
+class Iota(Rule):
+    def axes(self, eqn: Equation):
+        return [], [untiled(eqn.out_avals[0])]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        return []
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), dim = windows, eqn.params["dimension"]
+        shape, dtype = local_shape(eqn.params["shape"], window), eqn.params["dtype"]
+        along = [window[dim]] if dim in window else []
+
+        def evaluate(scalars):
+            position = coordinates(scalars[0] if along else 0, shape, dim)
+            return [position.astype(dtype)]
+
+        return Step([], evaluate, positions=along)
 
 
 @register("random_bits")
