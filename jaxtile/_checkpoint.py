@@ -17,10 +17,9 @@ from ._loop import Loop
 from ._regions import Region, Schedule, Tiles, schedule
 from ._rules import Axes, untiled
 from ._tile import lookup
+from ._values import Value
 
 # True while a function is traced for tiling. A `checkpoint` inside another one then steps aside:
-from ._values import Graph, Value
-
 # the outermost schedule wins. Being a JAX context, it is part of the key of every `jit` cache, so a
 # jitted inner function is traced anew.
 _inside = jax.make_user_context(False)
@@ -47,13 +46,15 @@ def checkpoint(
     as it needs (the halo); reductions over a tiled axis (batch statistics, a global pool, a loss)
     are accumulated over all tiles first.
 
-    Args: fun: any JAX function of pytrees; it is traced, not rewritten. in_axes: as in `jax.vmap`,
-    a pytree prefix of the arguments. `None`: not tiled. A tuple: the array axes that are tiled, in
-    order; all tuples have the same length, and `None` in a tuple stands for an axis that this array
-    does not have. tiles: tiles per tiled axis; sizes need not divide. Or a mapping from the name of
-    a stored value to the grid of the region that computes it, with the key `...` for all other
-    regions; the grid `None` leaves a region untiled, as plain JAX. policy: any function of
-    `jax.checkpoint_policies` that saves; `None` stores nothing inside.
+    Args:
+      fun: any JAX function of pytrees; it is traced, not rewritten.
+      in_axes: as in `jax.vmap`, a pytree prefix of the arguments. `None`: not tiled. A tuple: the
+        array axes that are tiled, in order. All tuples have the same length; `None` in a tuple
+        stands for an axis that this array does not have.
+      tiles: tiles per tiled axis; sizes need not divide. Or a mapping from the name of a stored
+        value to the grid of the region that computes it, with the key `...` for all other regions.
+        The grid `None` leaves a region untiled and unrecomputed, as plain JAX.
+      policy: any function of `jax.checkpoint_policies` that saves; `None` stores nothing inside.
 
     >>> import jax, jax.numpy as jnp, jaxtile
     >>> def blur(kernel, image):
@@ -63,9 +64,9 @@ def checkpoint(
     >>> bool(jnp.allclose(tiled(kernel, image), blur(kernel, image)))
     True
 
-    Nesting: inside another `jaxtile.checkpoint`, or under its `jit`, a checkpointed function is
-    traced as the plain `fun`; the outermost schedule wins. Put `jit` outermost. `jvp` (forward
-    mode) of a tiled function is not defined; `grad`, `vjp` and `vmap` are.
+    Put `jit` outermost: each call traces `fun` anew. Inside another `jaxtile.checkpoint` the
+    result is traced as the plain `fun`; the outermost schedule wins. Forward mode (`jvp`) of a
+    tiled function is not defined; `grad`, `vjp` and `vmap` are.
     """
     _check_callable(fun)
 
@@ -114,23 +115,22 @@ def _argument_names(fun, args, kwargs) -> list[str]:
 
 def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     """Run the regions and the global equations in order."""
-    graph: Graph = plan.graph
-    env: dict[Value, Any] = dict(zip(graph.inputs, map(jax.numpy.asarray, flat), strict=True))
+    env: dict[Value, Any] = dict(zip(plan.graph.inputs, map(jax.numpy.asarray, flat), strict=True))
     for step in plan.steps:
         if isinstance(step, Region):
-            results = (
-                _untiled(step, env)
-                if step.grid is None
-                else Loop(step)(
-                    [lookup(env, v.array) for v in step.inputs],
-                    [lookup(env, v.array) for v in step.globals],
-                )
-            )
-            env.update(zip((t.result for t in step.targets), results, strict=True))
+            run = _untiled if step.grid is None else _tiled
+            env.update(zip((t.result for t in step.targets), run(step, env), strict=True))
         else:
             operands = [lookup(env, v.array) for v in step.inputs]
             env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
-    return [lookup(env, v.array) for v in graph.outputs]
+    return [lookup(env, v.array) for v in plan.graph.outputs]
+
+
+def _tiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:
+    inputs, globals_ = (
+        [lookup(env, v.array) for v in values] for values in (region.inputs, region.globals)
+    )
+    return Loop(region)(inputs, globals_)
 
 
 def _untiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:

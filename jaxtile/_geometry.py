@@ -122,16 +122,13 @@ def owned(window: Window, length: int) -> np.ndarray:
 
 
 def hull(demands: Sequence[Window], length: int) -> Window:
-    """The smallest window inside `[0, length)` that holds, for every tile, all that was demanded of
-    it.
+    """The smallest window inside `[0, length)` that holds all that was demanded, for every tile.
 
     Positions outside `[0, length)` are dropped: they are padding, and padding belongs to the
-    reader.
+    reader. Where that leaves a tile less than others need, its window is moved inwards.
 
     >>> hull([Window(0, np.array([-1, 3, 7]), 6)], 12)
-    Window(axis=0, starts=[0, 3, 7], size=6)
-    >>> hull([Window(0, np.array([-1, 4, 8]), 5)], 12)
-    Window(axis=0, starts=[0, 4, 7], size=5)
+    Window(axis=0, starts=[0, 3, 6], size=6)
     """
     starts = np.stack(np.broadcast_arrays(*(d.starts for d in demands)))
     stops = np.stack(np.broadcast_arrays(*(d.stops for d in demands)))

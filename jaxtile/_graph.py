@@ -104,7 +104,7 @@ class _Builder:
             in_avals=tuple(v.aval for v in inputs),
             in_axes=tuple(v.axes for v in inputs),
             out_avals=tuple(v.aval for v in eqn.outvars),
-            constant=lambda i: constant(inputs[i]),
+            constant=_constants(inputs),
             source_infos=(eqn.source_info, *self.calls[::-1]),
             effects=eqn.effects,
         )
@@ -127,9 +127,11 @@ class _Builder:
                 raise refuse(equation, refusal) from None
             return self._equation(eqn, whole)
         equation = dataclasses.replace(
-            equation, in_axes=tuple(v.axes for v in inputs), constant=_constants(inputs)
+            equation,
+            in_axes=tuple(v.axes for v in inputs),
+            out_axes=tuple(out_axes),
+            constant=_constants(inputs),
         )
-        equation = dataclasses.replace(equation, out_axes=tuple(out_axes))
         reduction = rule.reduction(equation)
         outputs = self._add(equation, inputs, out_axes, reduction)
         whole_cotangent = rule.whole_cotangent(equation)
@@ -169,8 +171,7 @@ class _Builder:
             where = user_line(eqn.source_info, *self.calls[::-1])
             raise TilingError(
                 f"`policy` offloads the output of `{eqn.primitive.name}` at {where}; offloading "
-                "is not supported yet. "
-                "Use a policy that saves or recomputes, such as "
+                "is not supported yet. Use a policy that saves or recomputes, such as "
                 "`jax.checkpoint_policies.save_only_these_names`."
             )
         return decision if isinstance(decision, bool) else kind == "SaveableType"
@@ -222,8 +223,7 @@ class _Builder:
         return self._view(value, axes)
 
     def _whole(self, value: Value) -> Value | None:
-        """The value as a global one, if the policy stores it or something that it follows from
-        cheaply.
+        """The value as a global one, if it follows cheaply from what the policy stores.
 
         What is stored is held whole by the user's choice; equations that mix its positions may then
         run once, untiled.
@@ -250,10 +250,7 @@ class _Builder:
         return self._add(equation, inputs, [untiled(value.aval)], None)[0]
 
     def _unlabelled(self, value: Value, wanted: Axes) -> Value:
-        """Drop axes that are not wanted from dimensions of size 1.
-
-        There is only one position to be at.
-        """
+        """Drop unwanted axes from dimensions of size 1: there is only one position to be at."""
         axes = tuple(
             None if n == 1 and have != want else have
             for n, have, want in zip(value.aval.shape, value.axes, wanted, strict=True)
@@ -339,9 +336,7 @@ def refuse(equation: Equation, refusal: Mixes) -> TilingError:
     advice = refusal.advice or "apply it outside `jaxtile.checkpoint`"
     return TilingError(
         f"cannot tile `{equation.primitive.name}` at {user_line(*equation.source_infos)}: "
-        f"{refusal.reason}. Its operands are "
-        f"{shapes} (* marks a tiled dimension). What to do: {advice}; or give its operands a name "
-        "with "
-        "`jax.ad_checkpoint.checkpoint_name` and save that name in `policy`: what is stored whole "
-        "may be mixed freely."
+        f"{refusal.reason}. Its operands are {shapes} (* marks a tiled dimension). What to do: "
+        f"{advice}; or name its operands with `jax.ad_checkpoint.checkpoint_name` and save those "
+        "names in `policy`: what is stored whole may be mixed freely."
     )

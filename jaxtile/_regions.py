@@ -28,7 +28,7 @@ Grid = tuple[int, ...] | None
 
 """Tiles per tiled axis; None: not tiled and not recomputed, the equations run as plain JAX."""
 
-Tiles = Sequence[int] | Mapping[str | int | EllipsisType, Sequence[int] | None]
+Tiles = Sequence[int] | Mapping[str | EllipsisType, Sequence[int] | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,10 +57,7 @@ class Target:
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """Targets that one tile loop computes together.
-
-    `grid` maps each looped axis to its number of tiles; None: no loop.
-    """
+    """Targets that one tile loop computes together."""
 
     index: int
     level: int
@@ -70,6 +67,7 @@ class Region:
     """Tiled values that are read by window."""
     globals: list[Value]
     grid: dict[int, int] | None
+    """Tiles per looped axis; None: no loop."""
     plan: TilePlan | None = None
 
     @property
@@ -176,8 +174,7 @@ def _grid_of(tiles: Tiles, name: str | None, rank: int) -> Grid:
             return _checked(tiles[key], rank, f"`tiles[{'...' if key is ... else repr(key)}]`")
     raise TilingError(
         f"`tiles` (={dict(tiles)}) gives no grid for the region that computes "
-        f"{name or 'an unnamed value'!r}: add that name, "
-        "or the key `...` for all other regions"
+        f"{name or 'an unnamed value'!r}: add that name, or the key `...` for all other regions"
     )
 
 
@@ -264,18 +261,15 @@ def _fitted(target: Target) -> Grid:
         if grid[axis] > length and target.reduction is None and (value.is_output or value.name):
             raise TilingError(
                 f"{grid[axis]} tiles along tiled axis {axis} are more than the {length} rows of "
-                f"{target.label!r}, "
-                f"{describe(value.aval, value.axes)}: use at most {length} tiles, or give its "
-                "region a grid of its own with "
-                "`tiles={name: grid, ...: grid}`"
+                f"{target.label!r}, {describe(value.aval, value.axes)}: use at most {length}, "
+                "or give its region a grid of its own with `tiles={name: grid, ...: grid}`"
             )
         grid[axis] = min(grid[axis], length)
         if target.reduction is None and value.whole_cotangent and length % grid[axis]:
             raise TilingError(
                 f"{grid[axis]} tiles along tiled axis {axis} do not divide the {length} rows of "
-                "the output of a `custom_vjp` "
-                "function whose backward rule is not linear in the cotangent: choose a number of "
-                "tiles that divides them"
+                "the output of a `custom_vjp` function whose backward rule is not linear in the "
+                "cotangent: choose a number of tiles that divides them"
             )
     return tuple(grid)
 
@@ -295,6 +289,5 @@ def _check_keys(tiles: Tiles, regions: list[Region]) -> None:
     if unknown:
         raise TilingError(
             f"`tiles` has a grid for {unknown[0]!r}, but no stored value has that name; stored "
-            f"are {sorted(known)}. "
-            "A value is stored if `policy` saves it, or if it is an output."
+            f"are {sorted(known)}. A value is stored if `policy` saves it, or if it is an output."
         )

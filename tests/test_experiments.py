@@ -1,0 +1,63 @@
+"""The programs run as a user runs them, on small sizes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["experiments.demo", "--size=64"], ["64 x 64 image", "halo 6+6", "largest difference"]),
+        (
+            ["experiments.grids", "--size=32", "--channels=2", "--grid=2", "--repeats=1"],
+            ["| 2 x 2 |", "operations"],
+        ),
+        (
+            [
+                "experiments.vgg16",
+                "--size=64",
+                "--tile=32",
+                "--repeats=1",
+                "--dtype=float32",
+                "--only=plain JAX",
+                "--only=blocks 1-2 tiled + rest plain",
+            ],
+            ["| plain JAX |", "| blocks 1-2 tiled + rest plain |"],
+        ),
+    ],
+    ids=["demo", "grids", "vgg16"],
+)
+def test_program(arguments, words):
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for word in words:
+        assert word in done.stdout
+    assert "Error" not in done.stdout
+    difference = [line for line in done.stdout.splitlines() if "largest difference" in line]
+    for line in difference:
+        assert float(line.split(":")[1].split()[0]) < 1e-4
+
+
+def test_an_unknown_schedule_is_refused():
+    done = run("experiments.vgg16", "--only=everything")
+    assert done.returncode != 0
+    assert "plain JAX" in done.stderr + done.stdout
