@@ -8,8 +8,6 @@ and a fraction of the memory for less than twice the time.
 
 from __future__ import annotations
 
-import time
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -17,6 +15,8 @@ from absl import app, flags, logging
 from flax import nnx
 
 import jaxtile
+
+from .measure import measure
 
 _SIZE = flags.DEFINE_integer("size", 1024, "height and width of the image")
 _TILES = flags.DEFINE_integer("tiles", 8, "tiles per axis")
@@ -65,30 +65,20 @@ def main(argv: list[str]) -> None:
     backend = f"{jax.default_backend()}, jax {jax.__version__}"
     print(f"one training step on a {size} x {size} image, {backend}")
     print(jaxtile.explain(loss, params, image, labels, in_axes=axes, tiles=tiles), "\n")
-    plain_step, tiled_step = measure(step(loss), arguments), measure(step(tiled), arguments)
-    rows = {"plain JAX": plain_step, f"jaxtile, {tiles[0]} x {tiles[1]} tiles": tiled_step}
+    plain, ours = (measure(step(f), *arguments, repeats=1) for f in (loss, tiled))
     print(f"{'':22}{'loss':>12}{'temporary bytes':>18}{'seconds':>10}")
-    for name, (outputs, temporary, seconds) in rows.items():
-        print(f"{name:22}{float(outputs[0]):12.7f}{temporary / 2**20:14.1f} MiB{seconds:10.2f}")
+    for name, row in {"plain JAX": plain, f"jaxtile, {tiles[0]} x {tiles[1]} tiles": ours}.items():
+        value, mebibytes = float(row.outputs[0]), row.temporary_bytes / 2**20
+        print(f"{name:22}{value:12.7f}{mebibytes:14.1f} MiB{row.seconds:10.2f}")
+    gradients = (jax.tree.leaves(row.outputs[1]) for row in (ours, plain))
     difference = max(
-        float(jnp.abs(a - b).max() / jnp.abs(b).max())
-        for a, b in zip(*(jax.tree.leaves(r[0][1]) for r in (tiled_step, plain_step)), strict=True)
+        float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in zip(*gradients, strict=True)
     )
     print(
         f"\nlargest difference of a gradient, relative: {difference:.1e} (float32)\n"
-        f"memory: {tiled_step[1] / plain_step[1]:.3f} of plain; "
-        f"time: {tiled_step[2] / plain_step[2]:.2f}x plain"
+        f"memory: {ours.temporary_bytes / plain.temporary_bytes:.3f} of plain; "
+        f"time: {ours.seconds / plain.seconds:.2f}x plain"
     )
-
-
-def measure(step, arguments):
-    """Outputs, temporary bytes of the compiled program, and seconds of its second run."""
-    compiled = jax.jit(step).lower(*arguments).compile()
-    jax.block_until_ready(compiled(*arguments))
-    begin = time.perf_counter()
-    outputs = jax.block_until_ready(compiled(*arguments))
-    seconds = time.perf_counter() - begin
-    return outputs, compiled.memory_analysis().temp_size_in_bytes, seconds
 
 
 if __name__ == "__main__":

@@ -8,15 +8,14 @@ operations, not the number of tiles.
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 from jax import lax
 
 import jaxtile
+
+from .measure import measure
 
 _SIZE = flags.DEFINE_integer("size", 512, "height and width of the image")
 _CHANNELS = flags.DEFINE_integer("channels", 16, "channels of every layer")
@@ -39,31 +38,24 @@ def main(argv: list[str]) -> None:
     keys = jax.random.split(jax.random.key(0), _LAYERS.value + 1)
     params = [0.1 * jax.random.normal(k, (3, 3, channels, channels)) for k in keys[1:]]
     image = jax.random.normal(keys[0], (1, size, size, channels))
-    plain = measure(network, params, image)
+    plain = measure(step(network), params, image, repeats=_REPEATS.value)
     print(
         f"{_LAYERS.value} convolutions 3 x 3, {size} x {size} x {channels}, {jax.default_backend()}"
     )
-    print(f"plain JAX: {plain[0] * 1e3:.0f} ms, {plain[1] / 2**20:.1f} MiB\n")
+    print(f"plain JAX: {plain.seconds * 1e3:.0f} ms, {plain.temporary_bytes / 2**20:.1f} MiB\n")
     print("| tiles | memory | time | operations |\n|---|---|---|---|")
     for n in _GRIDS.value:
         schedule = {"in_axes": (None, (1, 2)), "tiles": (n, n)}
-        seconds, temporary = measure(jaxtile.checkpoint(network, **schedule), params, image)
+        tiled = jaxtile.checkpoint(network, **schedule)
+        ours = measure(step(tiled), params, image, repeats=_REPEATS.value)
         work = jaxtile.explain(network, params, image, **schedule).overhead
-        ratios = temporary / plain[1], seconds / plain[0], work
+        memory = ours.temporary_bytes / plain.temporary_bytes
+        ratios = memory, ours.seconds / plain.seconds, work
         print(f"| {n} x {n} |", " | ".join(f"{r:.3f}" for r in ratios), "|", flush=True)
 
 
-def measure(fun, params, image) -> tuple[float, int]:
-    """Seconds (median) and temporary bytes of a step: value and gradient of all weights."""
-    step = jax.jit(jax.value_and_grad(lambda p, x: jnp.mean(fun(p, x) ** 2)))
-    compiled = step.lower(params, image).compile()
-    jax.block_until_ready(compiled(params, image))
-    times = []
-    for _ in range(_REPEATS.value):
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(params, image))
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times), compiled.memory_analysis().temp_size_in_bytes
+def step(fun):
+    return jax.value_and_grad(lambda p, x: jnp.mean(fun(p, x) ** 2))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""VGG16 features on one large image: plain JAX against stored, tiled and recomputed schedules, in
-one run.
+"""VGG16 features on one large image: plain JAX against recomputed and tiled schedules.
 
     python -m experiments.vgg16 --size=4096 --dtype=bfloat16
 
@@ -12,12 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 
+import jax
+import jax.numpy as jnp
 from absl import app, flags
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+
+from .measure import measure
 
 _SIZE = flags.DEFINE_integer("size", 4096, "height and width of the image")
 _DTYPE = flags.DEFINE_string("dtype", "bfloat16", "type of weights and activations")
@@ -50,22 +55,12 @@ def grids(schedule: str):
 def main(argv: list[str]) -> None:
     del argv
     if _RUN.value:
-        print(json.dumps(measure(_RUN.value)))
+        print(json.dumps(run(_RUN.value)))
         return
     rows = []
     for name in _ONLY.value:
-        command = [
-            sys.executable,
-            "-m",
-            "experiments.vgg16",
-            f"--run={name}",
-            f"--size={_SIZE.value}",
-        ]
-        command += [
-            f"--dtype={_DTYPE.value}",
-            f"--repeats={_REPEATS.value}",
-            f"--tile={_TILE.value}",
-        ]
+        command = [sys.executable, "-m", "experiments.vgg16", f"--run={name}"]
+        command += [f"--{f.name}={f.value}" for f in (_SIZE, _DTYPE, _REPEATS, _TILE)]
         environment = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -111,37 +106,21 @@ def table(rows: list[tuple[str, dict]]) -> str:
     return "\n".join(lines)
 
 
-def measure(name: str) -> dict:
-    import jax
-    import jax.numpy as jnp
-
+def run(name: str) -> dict:
+    """Measure one schedule in this process."""
     step, params, image = vgg16_step(name, _SIZE.value, jnp.dtype(_DTYPE.value))
-    begin = time.perf_counter()
-    compiled = jax.jit(step).lower(params, image).compile()
-    compile_s = time.perf_counter() - begin
-    jax.block_until_ready(compiled(params, image))
-    times = []
-    for _ in range(_REPEATS.value):
-        begin = time.perf_counter()
-        jax.block_until_ready(compiled(params, image))
-        times.append(time.perf_counter() - begin)
+    found = measure(step, params, image, repeats=_REPEATS.value)
     stats = jax.devices()[0].memory_stats() or {}
     return {
-        "ms": statistics.median(times) * 1e3,
-        "gib": compiled.memory_analysis().temp_size_in_bytes / 2**30,
+        "ms": found.seconds * 1e3,
+        "gib": found.temporary_bytes / 2**30,
         "peak_gib": stats["peak_bytes_in_use"] / 2**30 if stats else None,
-        "compile_s": compile_s,
+        "compile_s": found.compile_seconds,
     }
 
 
 def vgg16_step(schedule, size: int, dtype):
     """The gradient of the mean of the last pool, with respect to all weights."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-    from jax.ad_checkpoint import checkpoint_name
-
-    import jaxtile
 
     def block(params, x, index: int):
         for kernel, bias in params:

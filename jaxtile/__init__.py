@@ -1,9 +1,9 @@
 """Train convolutional networks on images larger than the accelerator's memory, exactly.
 
 `checkpoint` is to space what `jax.checkpoint` is to depth. Read the idea in file order: `_geometry`
-(intervals), `_rules` (what each primitive needs), `_graph` (which dimensions are tiled), `_tile`
-(one tile), `_calls` (custom derivatives), `_regions` (where to cut), `_loop` (the loops and their
-derivative), `_checkpoint` (the public face), `_explain`.
+(intervals), `_rules` (what each primitive needs), `_values` and `_graph` (which dimensions are
+tiled), `_tile` (one tile), `_calls` (custom derivatives), `_regions` (where to cut), `_loop` (the
+loops and their derivative), `_checkpoint` (the public face), `_explain`.
 """
 
 from ._checkpoint import checkpoint as checkpoint

@@ -68,6 +68,8 @@ class _Call(Rule):
                 f"a function with a derivative rule of its own (`{eqn.primitive.name}`) reduces "
                 "over a tiled axis"
             )
+        if any(not n.tiled and any(v.tiled for v in n.inputs) for n in graph.nodes):
+            raise Mixes(f"inside a `{eqn.primitive.name}`, a tiled dimension of size 1 is dropped")
         return in_axes, [v.axes for v in graph.outputs]
 
 
