@@ -1,4 +1,12 @@
-"""Tests compare with the untransformed function in float64."""
+"""Tests compare with the untransformed function in float64.
+
+Most of their time is compilation, so LLVM is told not to optimise; XLA's own passes, and with them
+the memory that a program needs, stay as they are.
+"""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 
