@@ -149,10 +149,7 @@ def _untiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:
 
 
 def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
-    """Per flat argument, the tiled axis that each of its dimensions carries.
-
-    And the number of tiled axes.
-    """
+    """Per flat argument, the axis that each dimension carries; and the number of tiled axes."""
     per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
     if _is_axes(in_axes) and not per_argument:
         leaves = [in_axes] * len(jax.tree.leaves(args))

@@ -57,7 +57,7 @@ class RegionReport:
     @property
     def halo_share(self) -> float:
         """The share of the forward operations that is halo, or overlap if sizes do not divide."""
-        return 1 - self.plain_flops / self.tiled_flops if self.tiled_flops else 0.0
+        return max(0.0, 1 - self.plain_flops / self.tiled_flops) if self.tiled_flops else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,10 +85,7 @@ class Explanation:
 
     @property
     def overhead(self) -> float:
-        """Operations of a training step relative to the untransformed function.
-
-        Halos and recomputation.
-        """
+        """Operations of a training step, halos and recomputation included, relative to plain."""
         return self.step_flops / (3 * self.plain_flops) if self.plain_flops else 1.0
 
     @property
@@ -136,8 +133,7 @@ def explain(
     policy: Policy | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Describe what `checkpoint(fun, in_axes=..., tiles=..., policy=...)(*args)` does, without
-    running it.
+    """Describe what `checkpoint(fun, ...)(*args)` does, without running it.
 
     Arguments may be arrays or `jax.ShapeDtypeStruct`s.
 

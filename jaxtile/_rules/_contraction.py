@@ -92,10 +92,7 @@ def _free(eqn: Equation, side: int) -> list[int]:
 
 
 def _banded(eqn: Equation) -> tuple[int, int] | None:
-    """If a tiled dimension is contracted with a constant matrix.
-
-    The matrix' operand number, and the axis.
-    """
+    """The operand that is a constant matrix along a tiled axis, and that axis, if there is one."""
     contract, batch = eqn.params["dimension_numbers"]
     tiled = [
         (side, eqn.in_axes[side][d])

@@ -42,10 +42,7 @@ class Elementwise(Rule):
 
 
 def _contribution(eqn: Equation, i: int) -> Axes:
-    """The axes that an operand gives to the output.
-
-    None where it is repeated, for there it has only one position.
-    """
+    """The axes that an operand gives to the output: none where it is repeated."""
     shape, aval, axes = eqn.out_avals[0].shape, eqn.in_avals[i], eqn.in_axes[i]
     if not aval.shape:
         return (None,) * len(shape)

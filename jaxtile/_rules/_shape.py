@@ -39,10 +39,7 @@ def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
 @register("broadcast_in_dim")
 class Broadcast(Rule):
     def axes(self, eqn: Equation):
-        """A dimension of size 1 that is repeated has only one position.
-
-        It gives the output no axis.
-        """
+        """A repeated dimension has only one position: it gives the output no axis."""
         out: list[int | None] = [None] * len(eqn.params["shape"])
         for i, o in enumerate(eqn.params["broadcast_dimensions"]):
             if eqn.in_avals[0].shape[i] == eqn.params["shape"][o]:
