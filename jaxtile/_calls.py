@@ -97,11 +97,11 @@ def _evaluator(
 ):
     """A function of arrays on the windows `held` that returns the graph's outputs on `windows`."""
     reads = [
-        Cut.of(table, have, tile.windows[v], 0) if v.tiled and v in tile.windows else None
+        _cut(table, have, tile.windows[v]) if v.tiled and v in tile.windows else None
         for v, have in zip(graph.inputs, held, strict=True)
     ]
     crops = [
-        Cut.of(table, tile.windows[v], w, 0) if v.tiled and w is not None else None
+        _cut(table, tile.windows[v], w) if v.tiled and w is not None else None
         for v, w in zip(graph.outputs, windows, strict=True)
     ]
 
@@ -118,6 +118,12 @@ def _evaluator(
         ]
 
     return evaluate
+
+
+def _cut(table: Table, held: Windows, wanted: Windows) -> Cut | None:
+    """A dimension of size 1 may carry an axis on one side only; there is nothing to cut there."""
+    both = held.keys() & wanted.keys()
+    return Cut.of(table, held, {d: wanted[d] for d in sorted(both)}, 0)
 
 
 @register("custom_jvp_call")

@@ -360,6 +360,15 @@ def test_a_backward_rule_that_is_not_linear_sees_the_whole_cotangent():
     assert_same(also_reduced, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 5))
 
 
+def test_a_tiled_batch_of_one():
+    def fun(p, x):
+        y = surrogate(conv(x, p["w"]), p["scalar"])
+        a, b = pair(jax.nn.relu(conv(y, p["w"])))
+        return conv(a, p["w"]) * b, (a - a.mean((0, 1, 2))).max((0, 1))
+
+    assert_same(fun, WEIGHTS, IMAGE[:1], in_axes=(None, (0, 1, 2)), tiles=(1, 2, 3))
+
+
 def test_batch_axis_and_all_axes_together():
     def fun(p, x):
         return max_pool(jax.nn.relu(conv(x, p["w"]) + p["scalar"]))
