@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from . import _calls as _calls
-from ._errors import TilingError
+from ._errors import TilingError, describe
 from ._graph import Policy, build
 from ._loop import Loop
 from ._regions import Region, Schedule, Tiles, schedule
@@ -89,9 +89,22 @@ def trace(fun, args, kwargs, in_axes, tiles, policy) -> tuple[Schedule, list[Any
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
         return fun(*call_args, **call_kwargs)
 
-    with _inside(True):
-        closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
     names = _argument_names(fun, args, kwargs)
+    with _inside(True):
+        try:
+            closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
+        except TypeError as error:
+            if "incompatible shapes" not in str(error):
+                raise
+            tiled = [
+                f"{name} {describe(jax.typeof(leaf), labels)}"
+                for name, leaf, labels in zip(names, flat, axes, strict=True)
+                if any(a is not None for a in labels)
+            ]
+            raise TilingError(
+                f"{error}. The tiled arguments are {', '.join(tiled)} (* marks a tiled dimension): "
+                "arrays that meet position by position must have equal sizes; resize or crop one"
+            ) from error
     graph = build(closed.jaxpr, closed.consts, axes, policy, names=names)
     return schedule(graph, tiles, rank), flat, jax.tree.structure(out_shape)
 
