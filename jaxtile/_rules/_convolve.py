@@ -2,8 +2,9 @@
 
 XLA's CPU backend brings convolutions into the dimension order that its fast kernels need, but only
 in a program's entry computation, not in the body of a loop. JAX states the two gradients of a
-convolution by permuting dimension numbers, so in a tile loop both take the slow path (a whole step was six times slower). Here they are stated with explicit transposes instead. Other backends get JAX's own
-convolution and gradients.
+convolution by permuting dimension numbers, so in a tile loop both take the slow path (a whole step
+was six times slower). Here they are stated with explicit transposes instead. Other backends get
+JAX's own convolution and gradients.
 """
 
 from __future__ import annotations
