@@ -16,6 +16,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
 test-all: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,torch]'
 	$(BIN)/python -m pytest -n 2 -m ""
 
 lint: $(STAMP)

@@ -6,8 +6,13 @@ tiled), `_tile` (one tile), `_calls` (custom derivatives), `_regions` (where to 
 loops and their derivative), `_checkpoint` (the public face), `_explain`.
 """
 
+from . import ops as ops
 from ._checkpoint import checkpoint as checkpoint
 from ._errors import TilingError as TilingError
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
+from ._liveness import replay as replay
+from ._operations import Operation as Operation
+from ._operations import Operations as Operations
+from ._operations import operations as operations
 from ._version import __version__ as __version__

@@ -89,7 +89,7 @@ def trace(fun, args, kwargs, in_axes, tiles, policy) -> tuple[Schedule, list[Any
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
         return fun(*call_args, **call_kwargs)
 
-    names = _argument_names(fun, args, kwargs)
+    names = argument_names(fun, args, kwargs)
     with _inside(True):
         try:
             closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
@@ -109,13 +109,17 @@ def trace(fun, args, kwargs, in_axes, tiles, policy) -> tuple[Schedule, list[Any
     return schedule(graph, tiles, rank), flat, jax.tree.structure(out_shape)
 
 
-def _argument_names(fun, args, kwargs) -> list[str]:
+def argument_names(fun, args, kwargs) -> list[str]:
     """What the function calls each flat argument: `image`, `params['conv1']['kernel']`."""
+    parameters: list[str] = []
     try:
-        bound = inspect.signature(fun).bind(*args, **kwargs)
-        parameters = list(bound.arguments)[: len(args)]
+        signature = inspect.signature(fun)
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            parameters += [f"{name}[{i}]" for i in range(len(value))] if several else [name]
     except (TypeError, ValueError):
-        parameters = []
+        pass
+    parameters = parameters[: len(args)]
     parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
     paths, _ = jax.tree.flatten_with_path((args, kwargs))
     return [

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ._checkpoint import trace
-from ._cost import flops
+from ._cost import flops, fused, whole_flops
 from ._geometry import Window, partition
 from ._graph import Policy
 from ._regions import Region, Schedule, Target, Tiles
@@ -151,22 +151,26 @@ def explain(
 
 
 def report(plan: Schedule) -> Explanation:
-    regions = tuple(_region(r) for r in plan.regions)
-    global_flops = sum(_plain(n) for n in plan.steps if isinstance(n, Node))
+    costs = fused(plan.graph.nodes)
+    regions = tuple(_region(r, costs) for r in plan.regions)
+    global_flops = sum(whole_flops(n, costs) for n in plan.steps if isinstance(n, Node))
     tiled = {n for r in plan.regions for n in r.nodes} | {
         t.reduction for r in plan.regions for t in r.targets if t.reduction
     }
-    return Explanation(regions, global_flops + sum(_plain(n) for n in tiled), global_flops)
+    plain_flops = global_flops + sum(whole_flops(n, costs) for n in tiled)
+    return Explanation(regions, plain_flops, global_flops)
 
 
-def _region(region: Region) -> RegionReport:
+def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
     nodes = [*region.nodes, *(t.reduction for t in region.targets if t.reduction)]
-    plain = sum(_plain(n) for n in nodes)
+    plain = sum(whole_flops(n, costs) for n in nodes)
     windows = region.plan.windows if region.plan is not None else {}
     tile = 0
     if region.plan is not None:
         tile = sum(
-            _in_tile(i, windows) for i in region.plan.instructions if isinstance(i, Instruction)
+            _in_tile(i, windows, costs)
+            for i in region.plan.instructions
+            if isinstance(i, Instruction)
         )
         tile += sum(math.prod(_local(t.value, windows)) for t in region.targets if t.reduction)
     return RegionReport(
@@ -183,24 +187,15 @@ def _region(region: Region) -> RegionReport:
     )
 
 
-def _plain(node: Node) -> int:
-    return flops(
-        node.equation,
-        [a.shape for a in node.equation.in_avals],
-        [a.shape for a in node.equation.out_avals],
-    )
-
-
-def _in_tile(item: Instruction, windows: dict[Value, Windows]) -> int:
+def _in_tile(item: Instruction, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:
     """Operations of one equation in one tile: on what it produces, before the caller crops."""
-    eqn = item.node.equation
     produced = item.step.produced or [windows.get(v, {}) for v in item.node.outputs]
     out_shapes = [_shape(v.aval.shape, w) for v, w in zip(item.node.outputs, produced, strict=True)]
     in_shapes = [
         _shape(v.aval.shape, n.windows if n else {})
         for v, n in zip(item.node.inputs, item.step.needs, strict=True)
     ]
-    return flops(eqn, in_shapes, out_shapes)
+    return flops(item.node, costs, in_shapes, out_shapes)
 
 
 def _shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:

@@ -202,7 +202,7 @@ class _Builder:
         if (
             node is not None
             and node.reduction is None
-            and len(node.outputs) == 1
+            and len({v.aval.shape for v in node.outputs}) == 1
             and not value.stored
         ):
             rule = rules.find(node.equation.primitive)
@@ -214,7 +214,11 @@ class _Builder:
                     in_axes=tuple(v.axes for v in inputs),
                     constant=_constants(inputs),
                 )
-                return self._add(equation, inputs, [axes], None)[0]
+                outputs = self._add(equation, inputs, [axes] * len(node.outputs), None)
+                self._promoted.update(
+                    ((v, axes), promoted) for v, promoted in zip(node.outputs, outputs, strict=True)
+                )
+                return outputs[node.outputs.index(value)]
         if not value.available:
             raise Mixes(
                 f"an array {describe(value.aval, value.axes)} is needed along a further tiled axis",
@@ -264,6 +268,9 @@ class _Builder:
             in_axes=(value.axes,),
             out_avals=(value.aval,),
         )
+        if not any(a is not None for a in axes):
+            # The equation runs once, on an array that is small.
+            value.array.stored |= not value.available
         return self._add(equation, [value], [axes], None)[0]
 
     @staticmethod

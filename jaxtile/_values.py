@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 from . import _rules as rules
+from ._errors import describe
 from ._rules import Axes, Equation, Reduction, tiled
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Value:
     """One array of the traced function.
 
@@ -36,6 +37,10 @@ class Value:
     """Its backward rule must see the whole cotangent of each element, once."""
     name: str | None = None
     """Given by the user with `checkpoint_name`; for an argument, what the function calls it."""
+
+    def __repr__(self) -> str:
+        source = "argument" if self.node is None else self.node.equation.primitive.name
+        return f"Value({self.name or source}: {describe(self.aval, self.axes)})"
 
     @property
     def tiled(self) -> bool:
@@ -67,7 +72,7 @@ class Value:
         return int(np.prod(self.aval.shape, dtype=np.int64)) * itemsize
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """One equation of the graph."""
 
@@ -75,6 +80,9 @@ class Node:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...] = ()
     reduction: Reduction | None = None
+
+    def __repr__(self) -> str:
+        return f"Node({self.equation.primitive.name}: {list(self.inputs)} -> {list(self.outputs)})"
 
     @property
     def tiled(self) -> bool:

@@ -1,5 +1,7 @@
-"""Decisions about memory.
+"""What to store, recompute or offload: decisions on top of `jaxtile`."""
 
-Which values are stored, recomputed or offloaded. Any function of `jax.checkpoint_policies` is a
-policy.
-"""
+from ._frameworks import chainer as chainer
+from ._frameworks import retained as retained
+from ._frameworks import tensorflow as tensorflow
+from ._frameworks import training_steps as training_steps
+from ._frameworks import untied as untied

@@ -77,7 +77,13 @@ def to_one_position(p, x):
     """The tiled dimensions shrink to size 1 and are dropped."""
     y = conv(x, p["w"])
     pooled = jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 11, 9, 1), (1, 1, 1, 1), "VALID")
-    return y[:, 0, 0] @ p["m"], pooled.reshape(2, 4) @ p["m"], y[:, 3, 2:3] * y[:, :, 1]
+    peak = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 11, 9, 1), (1, 1, 1, 1), "VALID")
+    return (
+        y[:, 0, 0] @ p["m"],
+        pooled.reshape(2, 4) @ p["m"],
+        y[:, 3, 2:3] * y[:, :, 1],
+        (peak * peak).sum(),
+    )
 
 
 FUNCTIONS = [

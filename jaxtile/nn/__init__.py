@@ -1,0 +1,11 @@
+"""Flax NNX layers: Flax's own with `tiles=`, and those that Flax does not have.
+
+With `tiles=(rows, columns)` a layer runs tile by tile by itself; inside `jaxtile.checkpoint` the
+outer schedule wins.
+"""
+
+from ._layers import BatchNorm as BatchNorm
+from ._layers import Conv as Conv
+from ._layers import ConvTranspose as ConvTranspose
+from ._layers import Dropout as Dropout
+from ._layers import LocalConv as LocalConv

@@ -1,0 +1,61 @@
+"""Pooling."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ._spatial import Padding, Size, pads, per_axis
+from ._tileable import tileable
+
+
+@tileable(x=1)
+def max_pool(
+    x: jax.Array, *, window: Size = 2, strides: Size | None = None, padding: Padding = "VALID"
+) -> jax.Array:
+    """The largest value of each window of `x` (`NHWC`). Strides are the window unless given.
+
+    Among equal values the gradient goes, whole, to the first in row-major order, tiled or not, as
+    in PyTorch. After a ReLU ties are common: a window of zeros is one.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from jaxtile import ops
+    >>> jax.grad(lambda x: ops.max_pool(x).sum())(jnp.zeros((1, 2, 2, 1)))[0, :, :, 0].tolist()
+    [[1.0, 0.0], [0.0, 0.0]]
+    """
+    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    return lax.reduce_window(x, lowest, lax.max, *_windows(x, window, strides, padding))
+
+
+@tileable(x=1)
+def avg_pool(
+    x: jax.Array,
+    *,
+    window: Size = 2,
+    strides: Size | None = None,
+    padding: Padding = "VALID",
+    count_padding: bool = True,
+) -> jax.Array:
+    """The mean of each window of `x` (`NHWC`). Strides are the window unless given.
+
+    With `count_padding` the padding's zeros count; without, the mean is over the image's pixels.
+    """
+    arguments = _windows(x, window, strides, padding)
+    total = lax.reduce_window(x, 0.0, lax.add, *arguments)
+    if count_padding:
+        return total / math.prod(arguments[0])
+    ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
+    return total / lax.reduce_window(ones, 0.0, lax.add, *arguments)
+
+
+def _windows(x: jax.Array, window: Size, strides: Size | None, padding: Padding):
+    rank = x.ndim - 2
+    window = per_axis("window", window, rank)
+    strides = window if strides is None else per_axis("strides", strides, rank)
+    padding = pads(padding, rank)
+    if not isinstance(padding, str):
+        padding = [(0, 0), *padding, (0, 0)]
+    return (1, *window, 1), (1, *strides, 1), padding

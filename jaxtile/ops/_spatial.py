@@ -1,0 +1,33 @@
+"""Sizes, strides and padding, given once or per spatial axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Size = int | Sequence[int]
+Padding = str | int | Sequence[int | tuple[int, int]]
+"""`"SAME"`, `"VALID"`, or how much on each side: one number, or per axis one or a pair."""
+
+
+def per_axis(what: str, value: Size, rank: int) -> tuple[int, ...]:
+    """`value` for each of `rank` spatial axes."""
+    values = (value,) * rank if isinstance(value, int) else tuple(value)
+    if len(values) != rank:
+        raise ValueError(f"`{what}` (={value}) must be one number or {rank}, one per spatial axis")
+    if any(v < 1 for v in values):
+        raise ValueError(f"`{what}` (={value}) must be positive")
+    return values
+
+
+def pads(padding: Padding, rank: int) -> str | list[tuple[int, int]]:
+    """Padding as lax takes it."""
+    if isinstance(padding, str):
+        if padding.upper() not in ("SAME", "VALID"):
+            raise ValueError(
+                f"`padding` (={padding!r}) must be 'SAME', 'VALID', or how much on each side"
+            )
+        return padding.upper()
+    entries = (padding,) * rank if isinstance(padding, int) else tuple(padding)
+    if len(entries) != rank:
+        raise ValueError(f"`padding` (={padding}) must have {rank} entries, one per spatial axis")
+    return [(e, e) if isinstance(e, int) else (e[0], e[1]) for e in entries]

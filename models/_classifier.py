@@ -1,0 +1,35 @@
+"""The classifier of AlexNet and VGG16, written as convolutions.
+
+On the image size that the networks were made for, the first dense layer sees all positions at once.
+On a larger image it slides over them, and the logits are averaged. (torchvision averages the
+*features* down to that size instead. On the original size the two agree.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtile import nn
+
+
+class Classifier(nnx.Module):
+    """Two hidden layers of 4096, with dropout before each as in torchvision's AlexNet."""
+
+    def __init__(
+        self, features: int, size: int, num_classes: int, dropout: float, *, rngs: nnx.Rngs, **types
+    ):
+        self.size = size
+        options: dict[str, Any] = {"padding": "VALID", "rngs": rngs, **types}
+        self.fc6 = nn.Conv(features, 4096, (size, size), **options)
+        self.fc7 = nn.Conv(4096, 4096, (1, 1), **options)
+        self.fc8 = nn.Conv(4096, num_classes, (1, 1), **options)
+        self.dropout = nn.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = checkpoint_name(nnx.relu(self.fc6(self.dropout(x))), "fc6")
+        x = checkpoint_name(nnx.relu(self.fc7(self.dropout(x))), "fc7")
+        return checkpoint_name(self.fc8(x).mean((1, 2)), "fc8")

@@ -1,0 +1,167 @@
+"""Weights in torchvision's layout: state dicts saved as `.safetensors` or `.npz`.
+
+In PyTorch: `safetensors.torch.save_file(model.state_dict(), "resnet50.safetensors")`, or
+`numpy.savez("resnet50.npz", **{k: v.numpy() for k, v in model.state_dict().items()})`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from .alexnet import AlexNet
+from .resnet50 import ResNet50
+from .vgg16 import VGG16
+
+
+def load_weights(
+    model: nnx.Module,
+    source: str | PathLike[str] | Mapping[str, Any],
+    *,
+    skip: Sequence[str] = (),
+) -> None:
+    """Fill a ResNet50, VGG16 or AlexNet with the weights of a torchvision state dict.
+
+    Nothing is written unless every tensor of the model is there and has the right shape. A
+    classifier that the model does not have is left out; any other tensor that the model has no
+    place for is an error: it is another network's file.
+
+    Args:
+      model: is changed in place.
+      source: a `.safetensors` or `.npz` file, or a mapping from names to arrays.
+      skip: prefixes of names to leave as they are, such as `["fc."]` to train a new classifier.
+    """
+    if isinstance(source, Mapping):
+        where, tensors = "the state dict", dict(source)
+    else:
+        where, tensors = fspath(source), _read(Path(source))
+    places = [p for p in _places(model) if not p.name.startswith(tuple(skip))]
+    missing = [p.name for p in places if p.name not in tensors]
+    if missing:
+        raise ValueError(
+            f"{where} has no tensor {', '.join(missing[:5])}"
+            + (f" (nor {len(missing) - 5} more)" if len(missing) > 5 else "")
+            + f", which {type(model).__name__} needs; it has {len(tensors)} tensors"
+            + (f" such as {', '.join(list(tensors)[:3])}" if tensors else "")
+        )
+    ignored = ("classifier.", *skip) if getattr(model, "classifier", ...) is None else tuple(skip)
+    known = {p.name for p in places}
+    surplus = [
+        k
+        for k in tensors
+        if k not in known and not k.startswith(ignored) and not k.endswith("num_batches_tracked")
+    ]
+    if surplus:
+        raise ValueError(
+            f"{where} has {len(surplus)} tensors that {type(model).__name__} has no place for, "
+            f"such as {surplus[0]}: it belongs to another network"
+        )
+    arrays = [_converted(p, np.asarray(tensors[p.name]), where) for p in places]
+    for place, array in zip(places, arrays, strict=True):
+        place.variable[...] = jnp.asarray(array, place.variable[...].dtype)
+
+
+class _Place(NamedTuple):
+    name: str
+    variable: nnx.Variable
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path) as archive:
+                return dict(archive)
+        if path.suffix == ".safetensors":
+            try:
+                from safetensors.numpy import load_file
+            except ImportError:
+                raise ImportError(
+                    f"reading {path} needs safetensors: pip install jaxtile[weights]"
+                ) from None
+            return load_file(path)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{path} is damaged or not a {path.suffix} file: {error}") from error
+    raise ValueError(f"{path} must end in .safetensors or .npz")
+
+
+def _places(model: nnx.Module) -> Iterator[_Place]:
+    """The model's variables, under torchvision's names."""
+    if isinstance(model, ResNet50):
+        if model.folded:
+            raise ValueError(
+                "load into a ResNet50 with batch norm, then fold it with `fold_batch_norm`"
+            )
+        yield from _unit(model.conv1, "conv1", "bn1")
+        for stage in range(1, len(model.blocks) + 1):
+            for i, block in enumerate(getattr(model, f"layer{stage}")):
+                prefix = f"layer{stage}.{i}"
+                for k in (1, 2, 3):
+                    unit = getattr(block, f"conv{k}")
+                    yield from _unit(unit, f"{prefix}.conv{k}", f"{prefix}.bn{k}")
+                if block.downsample is not None:
+                    first, second = f"{prefix}.downsample.0", f"{prefix}.downsample.1"
+                    yield from _unit(block.downsample, first, second)
+        yield from _layer(model.fc, "fc")
+    elif isinstance(model, VGG16):
+        index = 0
+        for block in range(1, 6):
+            for i in range(1, 4 if block > 2 else 3):
+                yield from _layer(getattr(model, f"conv{block}_{i}"), f"features.{index}")
+                index += 2
+            index += 1
+        yield from _classifier(model.classifier, (0, 3, 6))
+    elif isinstance(model, AlexNet):
+        for i, index in enumerate((0, 3, 6, 8, 10), start=1):
+            yield _Place(f"features.{index}.weight", getattr(model, f"conv{i}").kernel)
+            yield _Place(f"features.{index}.bias", getattr(model, f"bias{i}"))
+        yield from _classifier(model.classifier, (1, 4, 6))
+    else:
+        raise TypeError(
+            f"torchvision has no layout for {type(model).__name__}: only for ResNet50, VGG16 and "
+            "AlexNet"
+        )
+
+
+def _layer(layer: nnx.Conv | nnx.Linear, name: str) -> Iterator[_Place]:
+    yield _Place(f"{name}.weight", layer.kernel)
+    yield _Place(f"{name}.bias", layer.bias)
+
+
+def _unit(unit: Any, conv: str, norm: str) -> Iterator[_Place]:
+    yield _Place(f"{conv}.weight", unit.conv.kernel)
+    yield _Place(f"{norm}.weight", unit.norm.scale)
+    yield _Place(f"{norm}.bias", unit.norm.bias)
+    yield _Place(f"{norm}.running_mean", unit.norm.mean)
+    yield _Place(f"{norm}.running_var", unit.norm.var)
+
+
+def _classifier(classifier: Any, indices: tuple[int, int, int]) -> Iterator[_Place]:
+    if classifier is not None:
+        for layer, index in zip(("fc6", "fc7", "fc8"), indices, strict=True):
+            yield from _layer(getattr(classifier, layer), f"classifier.{index}")
+
+
+def _converted(place: _Place, array: np.ndarray, where: str) -> np.ndarray:
+    """From PyTorch's `OIHW` and `OI` to `HWIO` and `IO`.
+
+    A dense layer that is a convolution here is `OI` with `I` in the order `IHW`.
+    """
+    shape = place.variable[...].shape
+    wanted = {1: shape, 2: shape[::-1], 4: (shape[-1], *shape[-2:-1], *shape[:-2])}[len(shape)]
+    dense = (wanted[0], int(np.prod(wanted[1:])))
+    if array.shape != wanted and not (len(shape) == 4 and array.shape == dense):
+        raise ValueError(
+            f"{place.name} in {where} has shape {array.shape}, but the model needs {wanted}"
+        )
+    array = array.reshape(wanted)
+    return array.transpose(2, 3, 1, 0) if len(shape) == 4 else array.T

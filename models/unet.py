@@ -1,0 +1,168 @@
+"""U-Net, as Ronneberger et al. (2015) drew it and as its Chainer implementation computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtile import nn, ops
+
+from ._sizes import check_image, check_size
+
+
+class UNet(nnx.Module):
+    """U-Net. The defaults are the reference graph: 572 pixels in, 388 out, 31,100,354 weights.
+
+    Names: level `i` goes down as `d{i}a` (its input), `d{i}b`, `d{i}c`, and comes up as `u{i}a`
+    (up-sampled), `u{i}b` (with the skip), `u{i}c`, `u{i}d`; `.pre` is before normalisation and
+    ReLU, `.drop` after dropout, `d{i}cc` the cropped skip; then `score` and `loss`.
+
+    As in the reference: dropout follows the two deepest levels, and the skip of the upper one is
+    taken after it; the last up-sampling gives as many channels as level 1 has, not as level 0.
+
+    Args:
+      in_channels: channels of the image.
+      classes: channels of the score.
+      channels: of level 0, doubled from level to level; or of every level.
+      depth: how many times the image is halved.
+      padding: `"VALID"`, the output being smaller than the image; or `"SAME"`.
+      norm: None, `"batch"` or `"group"` (8 channels a group, or all), before each ReLU.
+      upsampling: `"transposed"` (2 x 2 transposed convolution), or `"bilinear"` or `"nearest"`
+        followed by a 1 x 1 convolution.
+      spatial: spatial axes: 1, 2 or 3.
+      dropout: rate.
+      dtype: of the computation; None takes it from image and weights.
+      param_dtype: of the weights.
+      rngs: as `nnx.Rngs(0)`.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        classes: int = 2,
+        *,
+        channels: int | Sequence[int] = 64,
+        depth: int | None = None,
+        padding: str = "VALID",
+        norm: str | None = None,
+        upsampling: str = "transposed",
+        spatial: int = 2,
+        dropout: float = 0.5,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        widths = _widths(channels, depth)
+        _one_of("padding", padding, ("VALID", "SAME"))
+        _one_of("norm", norm, (None, "batch", "group"))
+        _one_of("upsampling", upsampling, ("transposed", "bilinear", "nearest"))
+        _one_of("spatial", spatial, (1, 2, 3))
+        self.depth, self.padding, self.upsampling = len(widths) - 1, padding, upsampling
+        self.in_channels, self.spatial = in_channels, spatial
+        types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+
+        def conv(source: str, target: str, n_in: int, n_out: int) -> None:
+            kernel = (3,) * spatial
+            layer = nn.Conv(n_in, n_out, kernel, padding=padding, use_bias=norm is None, **types)
+            setattr(self, f"conv_{source}_{target[-1]}", layer)
+            if norm == "batch":
+                setattr(self, f"norm_{target}", nn.BatchNorm(n_out, momentum=0.9, **types))
+            elif norm == "group":
+                groups = max(1, n_out // 8) if n_out % 8 == 0 else 1
+                setattr(self, f"norm_{target}", nnx.GroupNorm(n_out, groups, **types))
+
+        n_in = in_channels
+        for i, n in enumerate(widths):
+            conv(f"d{i}a", f"d{i}b", n_in, n)
+            conv(f"d{i}b", f"d{i}c", n, n)
+            n_in = n
+        for i in reversed(range(self.depth)):
+            below = f"d{self.depth}c" if i == self.depth - 1 else f"u{i + 1}d"
+            n_up = widths[max(i, 1)]
+            if upsampling == "transposed":
+                two = (2,) * spatial
+                up = nn.ConvTranspose(widths[i + 1], n_up, two, two, padding="VALID", **types)
+            else:
+                up = nn.Conv(widths[i + 1], n_up, (1,) * spatial, **types)
+            setattr(self, f"upconv_{below}_u{i}a", up)
+            conv(f"u{i}b", f"u{i}c", widths[i] + n_up, widths[i])
+            conv(f"u{i}c", f"u{i}d", widths[i], widths[i])
+        self.conv_u0d_score = nn.Conv(widths[0], classes, (1,) * spatial, **types)
+        self.dropout = nn.Dropout(dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The score of each class at each position of the output."""
+        check_image("UNet", x.shape, self.spatial, self.in_channels)
+        check_size("UNet", x.shape, self._fits)
+        skips = []
+        for i in range(self.depth + 1):
+            x = self._conv(x, f"d{i}a", f"d{i}b")
+            x = self._conv(x, f"d{i}b", f"d{i}c")
+            if i >= self.depth - 1:
+                x = checkpoint_name(self.dropout(x), f"d{i}c.drop")
+            if i < self.depth:
+                skips.append(x)
+                x = checkpoint_name(ops.max_pool(x), f"d{i + 1}a")
+        for i in reversed(range(self.depth)):
+            below = f"d{self.depth}c" if i == self.depth - 1 else f"u{i + 1}d"
+            x = self._up(x, below, f"u{i}a")
+            skip = checkpoint_name(ops.center_crop(skips[i], x.shape[1:-1]), f"d{i}cc")
+            x = checkpoint_name(jnp.concatenate([skip, x], -1), f"u{i}b")
+            x = self._conv(x, f"u{i}b", f"u{i}c")
+            x = self._conv(x, f"u{i}c", f"u{i}d")
+        return checkpoint_name(self.conv_u0d_score(x), "score")
+
+    def loss(self, x: jax.Array, labels: jax.Array) -> jax.Array:
+        """Mean softmax cross-entropy; positions labelled -1 do not count."""
+        return checkpoint_name(ops.softmax_cross_entropy(self(x), labels), "loss")
+
+    def output_size(self, n: int) -> int:
+        """The size of the score along an axis of `n` pixels."""
+        return n if self.padding == "SAME" else n - 4 * (3 * 2**self.depth - 2)
+
+    def _conv(self, x: jax.Array, source: str, target: str) -> jax.Array:
+        x = checkpoint_name(getattr(self, f"conv_{source}_{target[-1]}")(x), f"{target}.pre")
+        norm = getattr(self, f"norm_{target}", None)
+        return checkpoint_name(nnx.relu(x if norm is None else norm(x)), target)
+
+    def _up(self, x: jax.Array, source: str, target: str) -> jax.Array:
+        if self.upsampling != "transposed":
+            x = ops.upsample(x, method=self.upsampling)
+        x = checkpoint_name(getattr(self, f"upconv_{source}_{target}")(x), f"{target}.pre")
+        return checkpoint_name(nnx.relu(x), target)
+
+    def _fits(self, n: int) -> bool:
+        lost = 4 if self.padding == "VALID" else 0
+        for _ in range(self.depth):
+            n -= lost
+            if n <= 0 or n % 2:
+                return False
+            n //= 2
+        for level in range(self.depth + 1):
+            n = (2 * n if level else n) - lost
+        return n > 0
+
+
+def _widths(channels: int | Sequence[int], depth: int | None) -> tuple[int, ...]:
+    if isinstance(channels, int):
+        widths = tuple(channels * 2**i for i in range((4 if depth is None else depth) + 1))
+    else:
+        widths = tuple(channels)
+        if depth is not None and depth != len(widths) - 1:
+            raise ValueError(
+                f"`channels` (={widths}) has {len(widths)} levels, which is a depth of "
+                f"{len(widths) - 1}, but `depth` is {depth}"
+            )
+    if len(widths) < 2 or min(widths) < 1:
+        raise ValueError(f"`channels` (={channels}) and `depth` (={depth}) must be positive")
+    return widths
+
+
+def _one_of(what: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{what}` (={value!r}) must be one of {', '.join(map(repr, allowed))}")

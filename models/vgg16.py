@@ -1,0 +1,84 @@
+"""VGG16, the network of the large-image literature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtile import nn, ops
+
+from ._classifier import Classifier
+from ._sizes import check_image, check_size
+
+_BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
+"""Channels of each convolution, in units of the first one's."""
+
+
+class VGG16(nnx.Module):
+    """VGG16: 13 convolutions in five blocks.
+
+    Names: `conv1_1` (after ReLU), `conv1_2`, `pool1`, and so on; `loss`. With a classifier also
+    `fc6`, `fc7`, `fc8`.
+
+    Args:
+      num_classes: adds a classifier; see `models._classifier` for images larger than 224.
+      in_channels: channels of the image.
+      width: channels of the first convolution.
+      dropout: rate in the classifier.
+      dtype: of the computation; None takes it from image and weights.
+      param_dtype: of the weights.
+      rngs: as `nnx.Rngs(0)`.
+    """
+
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        *,
+        in_channels: int = 3,
+        width: int = 64,
+        dropout: float = 0.5,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.in_channels = n_in = in_channels
+        for block, widths in enumerate(_BLOCKS, start=1):
+            for i, n in enumerate((w * width for w in widths), start=1):
+                conv = nn.Conv(n_in, n, (3, 3), kernel_init=nnx.initializers.he_normal(), **types)
+                setattr(self, f"conv{block}_{i}", conv)
+                n_in = n
+        self.classifier = (
+            None if num_classes is None else Classifier(n_in, 7, num_classes, dropout, **types)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`pool5`; with `num_classes`, the logits."""
+        check_image("VGG16", x.shape, 2, self.in_channels)
+        check_size("VGG16", x.shape, self._fits)
+        for block in range(1, 6):
+            x = self.block(x, block)
+        return x if self.classifier is None else self.classifier(x)
+
+    def block(self, x: jax.Array, block: int) -> jax.Array:
+        """One of the five blocks: convolutions with ReLU, then a pool."""
+        for i in range(1, len(_BLOCKS[block - 1]) + 1):
+            x = nnx.relu(getattr(self, f"conv{block}_{i}")(x))
+            x = checkpoint_name(x, f"conv{block}_{i}")
+        return checkpoint_name(ops.max_pool(x), f"pool{block}")
+
+    def loss(self, x: jax.Array, labels: jax.Array | None = None) -> jax.Array:
+        """The mean of `pool5`; with `num_classes`, the mean cross-entropy."""
+        y = self(x)
+        if self.classifier is None:
+            loss = y.astype(jnp.promote_types(y.dtype, jnp.float32)).mean()
+        else:
+            loss = ops.softmax_cross_entropy(y, labels)
+        return checkpoint_name(loss, "loss")
+
+    def _fits(self, n: int) -> bool:
+        return n >= 32 * (1 if self.classifier is None else self.classifier.size)

@@ -1,0 +1,321 @@
+"""The models: exact when tiled, at any size, with every option; and what they refuse."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxtile
+import models
+
+from .support import assert_close, assert_same, normal
+
+NAMES = jax.checkpoint_policies.save_only_these_names
+FLOAT64 = {"param_dtype": jnp.float64}
+
+
+def make(name, *args, **options):
+    return models.create(name, *args, rngs=nnx.Rngs(0), **FLOAT64, **options)
+
+
+def labels(*shape, classes=3):
+    return jnp.asarray(np.random.default_rng(0).integers(-1, classes, shape))
+
+
+def output(model, shape):
+    """The shape of the model's output."""
+    image = jax.ShapeDtypeStruct(shape, "float64")
+    return nnx.eval_shape(lambda model, image: model(image), model, image).shape
+
+
+def assert_tiled_same(model, *args, axes, tiles, policy=None):
+    """Loss, all gradients and the updated statistics, in training mode."""
+    model.train()
+    graphdef, state = nnx.split(model)
+
+    def loss(state, *args):
+        merged = nnx.merge(graphdef, state)
+        return merged.loss(*args), nnx.state(merged, nnx.BatchStat)
+
+    assert_same(loss, state, *args, in_axes=(None, *axes), tiles=tiles, policy=policy)
+
+
+MAPS = ((1, 2), (1, 2))
+"""An image and a map of labels."""
+
+UNETS = {
+    "valid": (dict(channels=3, depth=2), (2, 52, 60, 1), (3, 2), None),
+    "one level, many tiles": (dict(channels=2, depth=1), (1, 24, 30, 1), (7, 5), NAMES("d0c")),
+    "same, batch norm": (
+        dict(channels=2, depth=1, padding="SAME", norm="batch"),
+        (2, 16, 12, 1),
+        {"d1a": (2, 2), "u0b": (2, 1), ...: (4, 3)},
+        NAMES("d0b.pre", "d0c.pre", "d1a", "d1b.pre", "d1c.pre", "u0b", "u0c.pre"),
+    ),
+    "bilinear, group norm": (
+        dict(channels=[2, 8], padding="SAME", norm="group", upsampling="bilinear", dropout=0.2),
+        (1, 16, 20, 1),
+        (2, 3),
+        NAMES("d0c.pre", "d1a", "u0b"),
+    ),
+    "nearest, 3-D": (
+        dict(channels=2, depth=1, padding="SAME", spatial=3, upsampling="nearest"),
+        (1, 6, 8, 4, 1),
+        (2, 3, 1),
+        None,
+    ),
+    "1-D": (dict(channels=2, depth=1, spatial=1), (2, 40, 1), (4,), NAMES("u0b")),
+}
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_unet(name):
+    options, shape, tiles, policy = UNETS[name]
+    model = make("unet", 1, 3, **options)
+    size = [model.output_size(n) for n in shape[1:-1]]
+    assert output(model, shape)[1:-1] == tuple(size)
+    axes = [tuple(range(1, len(shape) - 1))] * 2
+    image, target = normal(1, *shape), labels(shape[0], *size)
+    assert_tiled_same(model, image, target, axes=axes, tiles=tiles, policy=policy)
+
+
+def saves_convolutions(primitive, *_, **params):
+    return primitive.name == "conv_general_dilated"
+
+
+RESNETS = {
+    "batch statistics, convolutions stored": (
+        dict(blocks=(1, 2), width=2),
+        (2, 37, 30, 3),
+        (2, 2),
+        saves_convolutions,
+    ),
+    "batch statistics, nothing stored": (dict(blocks=(1,), width=2), (2, 21, 17, 3), (3, 2), None),
+    "frozen": (
+        dict(blocks=(1, 1, 1), width=2, frozen=True),
+        (1, 43, 50, 3),
+        {"layer1.0.bias_relu": (4, 3), ...: (2, 2)},
+        NAMES("layer1.0.bias_relu"),
+    ),
+    "folded": (dict(blocks=(1, 1), width=2, folded=True), (1, 40, 33, 3), (3, 3), NAMES("maxpool")),
+}
+
+
+@pytest.mark.parametrize("name", RESNETS)
+def test_resnet50(name):
+    options, shape, tiles, policy = RESNETS[name]
+    model = make("resnet50", 5, **options)
+    args = normal(1, *shape), labels(shape[0], classes=5)
+    assert_tiled_same(model, *args, axes=((1, 2), None), tiles=tiles, policy=policy)
+
+
+@pytest.mark.slow
+def test_resnet50_of_full_depth():
+    model = make("resnet50", 5, width=2)
+    args = normal(1, 2, 70, 65, 3), labels(2, classes=5)
+    policy = saves_convolutions
+    assert_tiled_same(model, *args, axes=((1, 2), None), tiles=(2, 2), policy=policy)
+
+
+@pytest.mark.parametrize("tiles, policy", [((3, 2), NAMES("pool2")), ((2, 1), None)])
+def test_alexnet(tiles, policy):
+    args = (normal(1, 1, 79, 67, 3),)
+    tiles = {"pool2": tiles, ...: (1, 1)} if policy else tiles
+    assert_tiled_same(make("alexnet", width=4), *args, axes=((1, 2),), tiles=tiles, policy=policy)
+
+
+@pytest.mark.slow
+def test_alexnet_classifier():
+    args = normal(1, 1, 230, 224, 3), labels(1, classes=5)
+    policy = NAMES("pool5", "fc6")
+    tiles = {"pool5": (3, 2), ...: None}
+    model = make("alexnet", 5, width=4)
+    assert_tiled_same(model, *args, axes=((1, 2), None), tiles=tiles, policy=policy)
+
+
+@pytest.mark.parametrize("tiles, policy", [({"pool2": (3, 2), ...: (2, 2)}, NAMES("pool2"))])
+def test_vgg16(tiles, policy):
+    args = (normal(1, 1, 64, 70, 3),)
+    assert_tiled_same(make("vgg16", width=4), *args, axes=((1, 2),), tiles=tiles, policy=policy)
+
+
+@pytest.mark.slow
+def test_vgg16_in_one_region():
+    args = (normal(1, 1, 64, 70, 3),)
+    assert_tiled_same(make("vgg16", width=4), *args, axes=((1, 2),), tiles=(2, 2))
+
+
+@pytest.mark.parametrize(
+    "tiles, policy",
+    [
+        ((3, 2), NAMES("L1.filterNL")),
+        ({"L0.filterNL": (4, 4), ...: (1, 3)}, NAMES("L0.filterNL")),
+        ((2, 2), None),
+    ],
+)
+def test_local_cnn(tiles, policy):
+    model = make("local_cnn", (13, 11), 2, channels=3, kernels=(3, 4), num_classes=5)
+    model.L0.a[...], model.L1.a[...] = jnp.array(1.3), jnp.array(0.7)
+    model.L0.b[...] = normal(3, *model.L0.b.shape)
+    args = normal(1, 4, 13, 11, 2), labels(4, classes=5)
+    assert_tiled_same(model, *args, axes=((1, 2), None), tiles=tiles, policy=policy)
+
+
+def test_local_cnn_against_a_numpy_loop():
+    """Scores, and gradients by the chain rule written out in loops."""
+    model = make("local_cnn", (7, 6), 2, channels=3, kernels=(3, 2), num_classes=4)
+    model.L0.a[...], model.L1.a[...] = jnp.array(1.3), jnp.array(0.7)
+    model.L0.b[...], model.L1.b[...] = normal(3, 5, 4, 3), normal(4, 4, 3, 3)
+    x = np.asarray(normal(1, 2, 7, 6, 2))
+    cotangent = np.asarray(normal(2, 2, 4))
+    graphdef, state = nnx.split(model)
+    scores, pull = jax.vjp(lambda s, x: nnx.merge(graphdef, s)(x), state, jnp.asarray(x))
+    gradients, image_gradient = pull(jnp.asarray(cotangent))
+
+    def filter_loop(x, w):
+        y = np.zeros((len(x), *w.shape[:2], w.shape[-1]))
+        for i, j in np.ndindex(*w.shape[:2]):
+            window = x[:, i : i + w.shape[2], j : j + w.shape[3]]
+            y[:, i, j] = np.einsum("nabc,abcd->nd", window, w[i, j])
+        return y
+
+    def filter_gradient(x, w, g):
+        gw, gx = np.zeros_like(w), np.zeros_like(x)
+        for i, j in np.ndindex(*w.shape[:2]):
+            rows, columns = slice(i, i + w.shape[2]), slice(j, j + w.shape[3])
+            gw[i, j] = np.einsum("nabc,nd->abcd", x[:, rows, columns], g[:, i, j])
+            gx[:, rows, columns] += np.einsum("abcd,nd->nabc", w[i, j], g[:, i, j])
+        return gw, gx
+
+    weights = {k: np.asarray(v[...]) for k, v in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    head = weights["classifier", "kernel"]
+    trail = []
+    for i in ("L0", "L1"):
+        w, a, b = weights[i, "filter", "kernel"], weights[i, "a"], weights[i, "b"]
+        y = filter_loop(x, w)
+        trail.append((i, x, w, a, b, y))
+        x = np.tanh(a * (y + b))
+    assert_close(scores, jnp.asarray(np.einsum("nhwc,hwcd->nd", x, head)))
+    wanted = {("classifier", "kernel"): np.einsum("nhwc,nd->hwcd", x, cotangent)}
+    g = np.einsum("nd,hwcd->nhwc", cotangent, head)
+    for i, x, w, a, b, y in reversed(trail):
+        g = g * (1 - np.tanh(a * (y + b)) ** 2)
+        wanted[i, "a"] = np.asarray((g * (y + b)).sum())
+        g = g * a
+        wanted[i, "b"] = g.sum(0)
+        wanted[i, "filter", "kernel"], g = filter_gradient(x, w, g)
+    found = {k: v[...] for k, v in nnx.to_flat_state(gradients)}
+    assert_close({k: jnp.asarray(v) for k, v in wanted.items()}, found)
+    assert_close(jnp.asarray(g), image_gradient)
+
+
+def test_dropout_is_off_in_evaluation():
+    model = make("unet", channels=2, depth=1)
+    x = normal(1, 1, 24, 24, 1)
+    model.eval()
+    assert_close(model(x), model(x))
+    model.train()
+    assert not jnp.allclose(model(x), model(x))
+
+
+def test_folding_keeps_the_function():
+    model = make("resnet50", 5, blocks=(2, 1), width=2)
+    for path, unit in nnx.iter_graph(model):
+        if isinstance(unit, nnx.BatchNorm):
+            seed, n = len(str(path)), unit.mean.shape[0]
+            unit.mean[...], unit.var[...] = normal(seed, n), jnp.exp(normal(seed + 1, n))
+            unit.scale[...], unit.bias[...] = normal(seed + 2, n), normal(seed + 3, n)
+    model.eval()
+    x = normal(1, 2, 33, 40, 3)
+    folded = models.fold_batch_norm(model)
+    assert_close(folded(x), model(x))
+    assert not nnx.state(folded, nnx.BatchStat)
+    with pytest.raises(ValueError, match="folded already"):
+        models.fold_batch_norm(folded)
+
+
+def test_names_are_the_references():
+    model = make("resnet50", 5, blocks=(1, 1), width=2)
+    graphdef, state = nnx.split(model)
+    found = jaxtile.operations(
+        lambda s, x: nnx.merge(graphdef, s)(x), state, normal(0, 1, 33, 33, 3)
+    )
+    named = {o.name for o in found.operations}
+    assert {"maxpool", "layer1.0.add", "layer2.0.downsample", "layer2.0.bias_relu", "fc"} <= named
+
+
+@pytest.mark.parametrize("name", models.names())
+def test_types(name):
+    """Weights in float32, computation in bfloat16, loss in float32."""
+    options = {
+        "unet": dict(channels=2, depth=1),
+        "resnet50": dict(blocks=(1,), width=2, num_classes=3),
+        "local_cnn": dict(size=12, channels=2, kernels=(3, 3), num_classes=3),
+    }.get(name, {})
+    shape = {
+        "unet": (1, 24, 24, 1),
+        "local_cnn": (1, 12, 12, 1),
+        "vgg16": (1, 32, 32, 3),
+    }.get(name, (1, 67, 67, 3))
+    model = nnx.eval_shape(
+        lambda: models.create(name, dtype=jnp.bfloat16, rngs=nnx.Rngs(0), **options)
+    )
+    image = jax.ShapeDtypeStruct(shape, "bfloat16")
+    target = {"unet": (1, 8, 8), "resnet50": (1,), "local_cnn": (1,)}.get(name)
+    args = [image] if target is None else [image, jax.ShapeDtypeStruct(target, "int32")]
+    graphdef, state = nnx.split(model)
+    assert jax.eval_shape(lambda s, x: nnx.merge(graphdef, s)(x), state, image).dtype == "bfloat16"
+    loss = jax.eval_shape(lambda s, *a: nnx.merge(graphdef, s).loss(*a), state, *args)
+    assert loss.dtype == "float32"
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))} == {"float32"}
+
+
+SMALL_UNET = functools.partial(make, "unet", channels=2, depth=2)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: make("u-net"), "no model 'u-net'; did you mean 'unet'"),
+        (lambda: make("unet", padding="full"), "'VALID', 'SAME'"),
+        (lambda: make("unet", norm="layer"), "None, 'batch', 'group'"),
+        (lambda: make("unet", channels=[2, 4], depth=3), "depth of 1, but `depth` is 3"),
+        (lambda: make("unet", depth=0), "must be positive"),
+        (lambda: SMALL_UNET()(jnp.ones((1, 51, 52, 1))), "51 pixels along axis 1.*48 and 52"),
+        (lambda: SMALL_UNET()(jnp.ones((1, 52, 7, 1))), "7 pixels along axis 2.*fit are 44"),
+        (lambda: SMALL_UNET(padding="SAME")(jnp.ones((1, 18, 16, 1))), "16 and 20"),
+        (lambda: SMALL_UNET()(jnp.ones((52, 52, 1))), "N, H, W, 1"),
+        (lambda: SMALL_UNET()(jnp.ones((1, 1, 52, 52))), "channels last"),
+        (lambda: make("vgg16")(jnp.ones((1, 31, 32, 3))), "31 pixels.*fit are 32"),
+        (lambda: make("alexnet")(jnp.ones((1, 67, 20, 3))), "20 pixels"),
+        (
+            lambda: make("local_cnn", 12, channels=2, num_classes=2, kernels=(3, 3))(
+                jnp.ones((1, 12, 13, 1))
+            ),
+            r"size \(12, 12\).*LocalCNN\(size=\(12, 13\)\)",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_nearest_sizes_are_right():
+    """The sizes that the errors name run, and those between them do not."""
+    model = SMALL_UNET()
+    fits = [n for n in range(40, 80) if model._fits(n)]
+    for n in range(44, 70):
+        if n in fits:
+            assert output(model, (1, n, n, 1)) == (1, n - 40, n - 40, 2)
+        else:
+            with pytest.raises(ValueError, match="nearest sizes"):
+                output(model, (1, n, n, 1))
+    alexnet = make("alexnet")
+    least = next(n for n in range(200) if alexnet._fits(n))
+    assert (
+        jax.eval_shape(alexnet, jax.ShapeDtypeStruct((1, least, least, 3), "float64")).size == 256
+    )

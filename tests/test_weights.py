@@ -1,0 +1,176 @@
+"""Weights in torchvision's layout, from real files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import models
+
+from .support import assert_close, normal
+
+
+def make(name, *args, **options):
+    return models.create(name, *args, rngs=nnx.Rngs(0), **options)
+
+
+def resnet50(classes=3, blocks=(1, 1)):
+    return make("resnet50", classes, blocks=blocks, width=2)
+
+
+def state_dict(blocks=(1, 1), classes=3):
+    """As torchvision's ResNet writes it, in its order, here of width 2."""
+    random = np.random.default_rng(0)
+    tensors = {}
+
+    def add(name, *shape):
+        tensors[name] = random.standard_normal(shape).astype(np.float32)
+
+    def norm(name, n):
+        for k in ("weight", "bias", "running_mean"):
+            add(f"{name}.{k}", n)
+        tensors[f"{name}.running_var"] = random.random(n).astype(np.float32) + 0.5
+        tensors[f"{name}.num_batches_tracked"] = np.array(7)
+
+    add("conv1.weight", 2, 3, 7, 7)
+    norm("bn1", 2)
+    n_in = 2
+    for stage, count in enumerate(blocks, start=1):
+        width = 2**stage
+        for i in range(count):
+            name = f"layer{stage}.{i}"
+            add(f"{name}.conv1.weight", width, n_in, 1, 1)
+            norm(f"{name}.bn1", width)
+            add(f"{name}.conv2.weight", width, width, 3, 3)
+            norm(f"{name}.bn2", width)
+            add(f"{name}.conv3.weight", 4 * width, width, 1, 1)
+            norm(f"{name}.bn3", 4 * width)
+            if i == 0:
+                add(f"{name}.downsample.0.weight", 4 * width, n_in, 1, 1)
+                norm(f"{name}.downsample.1", 4 * width)
+            n_in = 4 * width
+    add("fc.weight", classes, n_in)
+    add("fc.bias", classes)
+    return tensors
+
+
+def arrays(model):
+    return jax.tree.leaves(nnx.state(model, (nnx.Param, nnx.BatchStat)))
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_resnet50_from_a_file(tmp_path, suffix):
+    tensors, path = state_dict(), tmp_path / f"resnet{suffix}"
+    save_file(tensors, path) if suffix == ".safetensors" else np.savez(path, **tensors)
+    model = resnet50()
+    models.load_weights(model, path)
+    np.testing.assert_array_equal(
+        model.layer2[0].conv2.conv.kernel[...],
+        tensors["layer2.0.conv2.weight"].transpose(2, 3, 1, 0),
+    )
+    np.testing.assert_array_equal(
+        model.layer1[0].downsample.norm.var[...], tensors["layer1.0.downsample.1.running_var"]
+    )
+    np.testing.assert_array_equal(model.fc.kernel[...], tensors["fc.weight"].T)
+    model.eval()
+    image = normal(0, 1, 33, 33, 3).astype(jnp.float32)
+    assert_close(models.fold_batch_norm(model)(image), model(image), 1e-5)
+
+
+def test_vgg16_and_alexnet():
+    """Every tensor is written once: fill with numbered constants, then find all of them."""
+    vgg = [0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28]
+    for name, features, dense, size in (
+        ("vgg16", vgg, (0, 3, 6), 7),
+        ("alexnet", [0, 3, 6, 8, 10], (1, 4, 6), 6),
+    ):
+        model = make(name, 3, width=1)
+        kernels = [v.shape for _, v in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+        convolutions = sorted((s for s in kernels if len(s) == 4 and s[0] != size), key=len)
+        assert len(convolutions) - 2 == len(features)
+        tensors = {}
+        layers = model_layers(model, name)
+        for i, (layer, index) in enumerate(zip(layers, features, strict=True)):
+            shape = layer.shape
+            tensors[f"features.{index}.weight"] = np.full((shape[3], shape[2], *shape[:2]), i + 1.0)
+            tensors[f"features.{index}.bias"] = np.full(shape[3], -i - 1.0)
+        head = model.classifier
+        for i, index in zip(("fc6", "fc7", "fc8"), dense, strict=True):
+            shape = getattr(head, i).kernel.shape
+            matrix = np.arange(np.prod(shape)).reshape(shape[3], -1)
+            tensors[f"classifier.{index}.weight"] = matrix
+            tensors[f"classifier.{index}.bias"] = np.arange(shape[3])
+        models.load_weights(model, tensors)
+        assert [float(k[...].max()) for k in layers] == [i + 1.0 for i in range(len(features))]
+        wanted = tensors[f"classifier.{dense[0]}.weight"].reshape(4096, -1, size, size)
+        np.testing.assert_array_equal(head.fc6.kernel[...], wanted.transpose(2, 3, 1, 0))
+        headless = make(name, width=1)
+        models.load_weights(headless, tensors)  # the classifier is left out
+        assert float(model_layers(headless, name)[1][...].max()) == 2
+
+
+def model_layers(model, name):
+    if name == "alexnet":
+        return [getattr(model, f"conv{i}").kernel for i in range(1, 6)]
+    blocks = enumerate((2, 2, 3, 3, 3), start=1)
+    return [getattr(model, f"conv{b}_{i}").kernel for b, n in blocks for i in range(1, n + 1)]
+
+
+def test_a_new_classifier():
+    model = resnet50(classes=9)
+    before = np.asarray(model.fc.kernel[...])
+    models.load_weights(model, state_dict(), skip=["fc."])
+    np.testing.assert_array_equal(model.fc.kernel[...], before)
+
+
+def broken(change):
+    tensors = state_dict()
+    change(tensors)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "tensors, message",
+    [
+        (
+            broken(lambda t: t.pop("layer2.0.bn2.running_mean")),
+            "no tensor layer2.0.bn2.running_mean, which ResNet50 needs",
+        ),
+        (
+            broken(lambda t: t.update({"fc.weight": np.zeros((5, 16))})),
+            r"fc.weight in the state dict has shape \(5, 16\), but the model needs \(3, 16\)",
+        ),
+        (state_dict(blocks=(2, 1)), "15 tensors.*layer1.1.conv1.weight.*another"),
+        ({}, r"conv1.weight.*\(nor 42 more\)"),
+    ],
+)
+def test_a_wrong_state_dict_changes_nothing(tensors, message):
+    model = resnet50()
+    before = [np.asarray(a) for a in arrays(model)]
+    with pytest.raises(ValueError, match=message):
+        models.load_weights(model, tensors)
+    for a, b in zip(arrays(model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_damaged_files(tmp_path, suffix):
+    path = tmp_path / f"weights{suffix}"
+    with pytest.raises(FileNotFoundError, match="no file"):
+        models.load_weights(resnet50(), path)
+    path.write_bytes(b"not weights at all")
+    with pytest.raises(ValueError, match=f"damaged or not a {suffix} file"):
+        models.load_weights(resnet50(), path)
+
+
+def test_what_cannot_be_loaded(tmp_path):
+    path = tmp_path / "weights.pth"
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="safetensors or"):
+        models.load_weights(resnet50(), path)
+    with pytest.raises(TypeError, match="UNet"):
+        models.load_weights(make("unet", channels=2, depth=1), {})
+    with pytest.raises(ValueError, match="fold_batch_norm"):
+        models.load_weights(make("resnet50", blocks=(1,), width=2, folded=True), state_dict())
