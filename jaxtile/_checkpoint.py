@@ -151,18 +151,23 @@ def _tiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:
 
 
 def _untiled(region: Region, env: dict[Value, Any]) -> list[jax.Array]:
-    """A region whose grid is None: its equations, whole, as plain JAX."""
-    local = dict(env)
+    """A region whose grid is None: its equations, whole, as plain JAX.
+
+    What they compute is held anyway, so other such regions use it too.
+    """
+
+    def read(value: Value) -> jax.Array:
+        return lookup(env, value if value in env else value.array)
+
     for node in region.nodes:
-        operands = [lookup(local, v if v in local else v.array) for v in node.inputs]
-        local.update(zip(node.outputs, node.equation.bind(*operands), strict=True))
-    results = []
-    for target in region.targets:
-        value = lookup(local, target.value if target.value in local else target.value.array)
-        results.append(
-            value if target.reduction is None else target.reduction.equation.bind(value)[0]
-        )
-    return results
+        if any(v not in env for v in node.outputs):
+            env.update(zip(node.outputs, node.equation.bind(*map(read, node.inputs)), strict=True))
+    return [
+        read(t.value)
+        if t.reduction is None
+        else t.reduction.equation.bind(*map(read, t.operands))[0]
+        for t in region.targets
+    ]
 
 
 def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:

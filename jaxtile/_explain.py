@@ -172,7 +172,7 @@ def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
             for i in region.plan.instructions
             if isinstance(i, Instruction)
         )
-        tile += sum(math.prod(_local(t.value, windows)) for t in region.targets if t.reduction)
+        tile += sum(_reduced(t, windows, costs) for t in region.targets if t.reduction)
     return RegionReport(
         index=region.index,
         grid=None if region.grid is None else tuple(region.grid.values()),
@@ -196,6 +196,16 @@ def _in_tile(item: Instruction, windows: dict[Value, Windows], costs: dict[Node,
         for v, n in zip(item.node.inputs, item.step.needs, strict=True)
     ]
     return flops(item.node, costs, in_shapes, out_shapes)
+
+
+def _reduced(target: Target, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:
+    """Operations of a reduction in one tile."""
+    sizes = {w.axis: w.size for v in target.operands for w in windows[v].values()}
+    result = target.result
+    shape = [
+        n if a is None else sizes[a] for n, a in zip(result.aval.shape, result.axes, strict=True)
+    ]
+    return flops(target.reduction, costs, [_local(v, windows) for v in target.operands], [shape])
 
 
 def _shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:

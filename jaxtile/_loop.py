@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 from ._geometry import owned
 from ._regions import Region, Target, target_windows
 from ._rules import Windows
-from ._rules._reductions import accumulation_dtype
+from ._rules._reductions import accumulation_dtype, masked
 from ._tile import Column, Cut, lookup
 from ._values import Value
 
@@ -41,17 +41,14 @@ class Loop:
         self.region, self.plan = region, region.plan
         table = self.plan.table
         self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
-        tiles = [target_windows(t, region.grid) for t in region.targets]
+        tiles = {v: target_windows(v, region.grid) for t in region.targets for v in t.operands}
         # The operand of a reduction may be held on a larger window, for other readers in the tile.
-        self.cuts = [
-            Cut.of(table, self.plan.windows[t.value], w, 0)
-            for t, w in zip(region.targets, tiles, strict=True)
-        ]
+        self.cuts = {v: Cut.of(table, self.plan.windows[v], w, 0) for v, w in tiles.items()}
+        self.ownership = {v: self._ownership(v, w) for v, w in tiles.items()}
         self.result_slots = [
-            self._slots(t.result, _result_windows(t, w))
-            for t, w in zip(region.targets, tiles, strict=True)
+            self._slots(t.result, _result_windows(t, [tiles[v] for v in t.operands]))
+            for t in region.targets
         ]
-        self.ownership = [self._ownership(t, w) for t, w in zip(region.targets, tiles, strict=True)]
         self.rows = table.rows(region.grid)
 
     def _slots(self, value: Value, windows: Windows):
@@ -63,9 +60,9 @@ class Loop:
             for d, n in enumerate(shape)
         ]
 
-    def _ownership(self, target: Target, windows: Windows):
+    def _ownership(self, value: Value, windows: Windows):
         """Where tiles overlap: dimension, and how many leading positions each tile owns."""
-        counts = {d: (w, owned(w, target.value.aval.shape[d])) for d, w in windows.items()}
+        counts = {d: (w, owned(w, value.aval.shape[d])) for d, w in windows.items()}
         return [
             (d, self.plan.table.add(w.axis, n))
             for d, (w, n) in counts.items()
@@ -77,10 +74,11 @@ class Loop:
 
     def forward(self, inputs, globals_) -> tuple[list[Array], tuple]:
         targets = self.region.targets
+        zeros = _zeros_after([*inputs, *globals_])
         carry = [
             t.reduction.reduction.start()
             if t.reduction
-            else (jnp.zeros(t.value.aval.shape, t.value.aval.dtype),)
+            else (zeros(t.value.aval.shape, t.value.aval.dtype),)
             for t in targets
         ]
 
@@ -88,12 +86,12 @@ class Loop:
             row = list(row)
             values = self._evaluate(self._windows(inputs, row), globals_, row)
             new, remembered = [], []
-            for k, (target, value) in enumerate(zip(targets, values, strict=True)):
+            for k, (target, operands) in enumerate(zip(targets, values, strict=True)):
                 if target.reduction is None:
-                    new.append((_write(carry[k][0], value, self.result_slots[k], row),))
+                    new.append((_write(carry[k][0], operands[0], self.result_slots[k], row),))
                     continue
                 reduction = target.reduction.reduction
-                partial = reduction.partial(value, self._owned(k, value.shape, row))
+                partial = reduction.partial(operands, self._owned(target, row))
                 held = tuple(_window(s, self.result_slots[k], row) for s in carry[k])
                 merged = reduction.merge(held, partial)
                 new.append(
@@ -117,14 +115,15 @@ class Loop:
         """Cotangents of the wanted inputs and globals, None for the others."""
         want_inputs, want_globals = wanted
         targets = self.region.targets
+        zeros = _zeros_after([c for c in cotangents if c is not None])
         sums = [
-            jnp.zeros(x.shape, self._sum_dtype(x, slots))
+            zeros(x.shape, self._sum_dtype(x, slots))
             for x, slots in zip(
                 _select(inputs, want_inputs), _select(self.input_slots, want_inputs), strict=True
             )
         ]
         totals = [
-            jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in _select(globals_, want_globals)
+            zeros(x.shape, accumulation_dtype(x.dtype)) for x in _select(globals_, want_globals)
         ]
 
         def body(carry, xs):
@@ -142,19 +141,19 @@ class Loop:
                 tile, _select(windows, want_inputs), _select(globals_, want_globals)
             )
             shares = []
-            for k, (target, value) in enumerate(zip(targets, values, strict=True)):
-                own = self._owned(k, value.shape, row)
+            for k, (target, operands) in enumerate(zip(targets, values, strict=True)):
                 mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
-                if cotangents[k] is None or not jnp.issubdtype(value.dtype, jnp.inexact):
-                    shares.append(_zero_cotangent(value))
+                if cotangents[k] is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
+                    shares.append([_zero_cotangent(x) for x in operands])
                     continue
-                share = _window(cotangents[k], self.result_slots[k], row)
+                own = self._owned(target, row)
+                share = [_window(cotangents[k], self.result_slots[k], row)]
                 if target.reduction is not None:
                     state = tuple(_window(s, self.result_slots[k], row) for s in state)
-                    share = target.reduction.reduction.pullback(value, own, mine, state, share)
-                shares.append(
-                    share if own is None else jnp.where(own, share, jnp.zeros_like(share))
-                )
+                    share = target.reduction.reduction.pullback(
+                        operands, own, mine, state, share[0]
+                    )
+                shares.append([masked(x, mask, 0) for x, mask in zip(share, own, strict=True)])
             from_windows, from_globals = pull(shares)
             sums, totals = carry
             slots = _select(self.input_slots, want_inputs)
@@ -175,26 +174,34 @@ class Loop:
     def _windows(self, inputs, row):
         return [_window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
 
-    def _evaluate(self, windows, globals_, row) -> list[Array]:
+    def _evaluate(self, windows, globals_, row) -> list[list[Array]]:
+        """The operands of each target, in one tile."""
         env = dict(zip(self.region.inputs, windows, strict=True))
         env.update(zip(self.region.globals, globals_, strict=True))
         self.plan.evaluate(env, row)
-        values = [lookup(env, t.value) for t in self.region.targets]
-        return [x if cut is None else cut(x, row) for x, cut in zip(values, self.cuts, strict=True)]
+        cut = {
+            v: lookup(env, v) if c is None else c(lookup(env, v), row) for v, c in self.cuts.items()
+        }
+        return [[cut[v] for v in t.operands] for t in self.region.targets]
 
-    def _owned(self, k: int, shape, row) -> Array | None:
+    def _owned(self, target: Target, row) -> list[Array | None]:
+        return [self._mask(v, row) for v in target.operands]
+
+    def _mask(self, value: Value, row) -> Array | None:
+        windows = target_windows(value, self.region.grid)
+        shape = [windows[d].size if d in windows else n for d, n in enumerate(value.aval.shape)]
         mask = None
-        for d, slot in self.ownership[k]:
+        for d, slot in self.ownership[value]:
             inside = lax.broadcasted_iota(np.int32, shape, d) < _at(slot, row)
             mask = inside if mask is None else mask & inside
         return mask
 
 
-def _result_windows(target: Target, windows: Windows) -> Windows:
+def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
     """The tiles of what a target leaves behind: itself, or what a reduction keeps of it."""
     if target.reduction is None:
-        return windows
-    by_axis = {w.axis: w for w in windows.values()}
+        return windows[0]
+    by_axis = {w.axis: w for each in windows for w in each.values()}
     return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
 
 
@@ -242,6 +249,21 @@ class _Static:
 
     def __eq__(self, other):
         return isinstance(other, _Static) and self._key() == other._key()
+
+
+def _zeros_after(arrays: Sequence[Array]) -> Callable[..., Array]:
+    """`jnp.zeros`, but made only once the first of these arrays exists.
+
+    Zeros depend on nothing, so XLA may allocate the accumulators of all loops before the first one
+    runs. These depend on an element `x`, through `x - x`, which the compiler cannot know to be 0:
+    it is NaN for an infinite `x`, and then not used.
+    """
+    for x in arrays:
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+            element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+            zero = jnp.where(jnp.isfinite(element), element - element, 0)
+            return lambda shape, dtype: jnp.broadcast_to(zero.astype(dtype), shape)
+    return jnp.zeros
 
 
 def _at(slot, row):

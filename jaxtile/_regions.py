@@ -3,7 +3,9 @@
 A *target* is a value that must exist as a whole array although it is tiled: stored by the policy,
 an output of the function, or the operand of a reduction over tiled axes. Everything a target needs
 beyond what is held already is computed inside the tiles of the *region* that computes the target;
-values needed by several regions are recomputed in each.
+values needed by several regions are recomputed in each. A reduction that follows a stored value
+position by position (the statistics of a stored activation) rides along in the region that computes
+the value, instead of reading it back in a loop of its own.
 
 A target's level is the longest chain of targets before it. Targets of one level that share work, or
 read the same stored array, are computed by one loop. Global equations run once, as they are, before
@@ -21,6 +23,7 @@ from types import EllipsisType
 from ._errors import TilingError, describe
 from ._geometry import partition
 from ._rules import Windows
+from ._rules._elementwise import Elementwise
 from ._tile import TilePlan, plan
 from ._values import Graph, Node, Value
 
@@ -33,12 +36,18 @@ Tiles = Sequence[int] | Mapping[str | EllipsisType, Sequence[int] | None]
 
 @dataclasses.dataclass(eq=False)
 class Target:
-    """A tiled value to be computed in full, or reduced by the node `reduction`."""
+    """A tiled value to be computed in full; or tiled values that the node `reduction` reduces."""
 
-    value: Value
+    operands: tuple[Value, ...]
     level: int
     grid: Grid
     reduction: Node | None = None
+    rides_on: Value | None = None
+    """The stored value in whose region this reduction is computed."""
+
+    @property
+    def value(self) -> Value:
+        return self.operands[0]
 
     @property
     def label(self) -> str:
@@ -48,7 +57,7 @@ class Target:
 
     @property
     def axes(self) -> frozenset[int]:
-        return frozenset(a for a in self.value.axes if a is not None)
+        return frozenset(a for v in self.operands for a in v.axes if a is not None)
 
     @property
     def result(self) -> Value:
@@ -98,7 +107,7 @@ def schedule(graph: Graph, tiles: Tiles, rank: int) -> Schedule:
         if region.grid is not None:
             region.plan = plan(
                 region.nodes,
-                {t.value: target_windows(t, region.grid) for t in region.targets},
+                {v: target_windows(v, region.grid) for t in region.targets for v in t.operands},
                 region.grid,
             )
     steps: list[Node | Region] = [
@@ -116,11 +125,10 @@ def schedule(graph: Graph, tiles: Tiles, rank: int) -> Schedule:
     return Schedule(graph, sorted([*steps, *regions], key=when))
 
 
-def target_windows(target: Target, grid: Mapping[int, int]) -> Windows:
-    shape = target.value.aval.shape
-    return {
-        d: partition(a, shape[d], grid[a]) for d, a in enumerate(target.value.axes) if a is not None
-    }
+def target_windows(value: Value, grid: Mapping[int, int]) -> Windows:
+    """Each tile's share of a target."""
+    shape = value.aval.shape
+    return {d: partition(a, shape[d], grid[a]) for d, a in enumerate(value.axes) if a is not None}
 
 
 def _levels(graph: Graph) -> dict[Value, int]:
@@ -132,10 +140,37 @@ def _levels(graph: Graph) -> dict[Value, int]:
 
     for node in graph.nodes:
         level = max((of(v) for v in node.inputs), default=0)
+        if node.reduction is not None and _rides_on(node, levels) is not None:
+            level -= 1
         for value in node.outputs:
             held_after_a_loop = node.reduction is not None or (value.tiled and value.stored)
             levels[value] = level + 1 if held_after_a_loop else level
     return levels
+
+
+def _rides_on(reduction: Node, levels: Mapping[Value, int]) -> Value | None:
+    """The stored value that this reduction follows position by position, if there is one.
+
+    Whatever else it needs must be there before the region of that value runs.
+    """
+    stored: set[Value] = set()
+    others: list[Value] = []
+    pending = list(reduction.inputs)
+    while pending:
+        value = pending.pop()
+        if not value.tiled:
+            others.append(value)
+        elif value.base is None and value.node is not None and value.stored:
+            stored.add(value)
+        elif value.available or not isinstance(value.node.rule, Elementwise):
+            return None
+        else:
+            pending.extend(value.node.inputs)
+    if len(stored) != 1:
+        return None
+    (value,) = stored
+    in_time = all(levels.get(v.array, 0) < levels[value] for v in others)
+    return value if in_time and not value.whole_cotangent else None
 
 
 def _needed(graph: Graph) -> set[Value]:
@@ -151,15 +186,15 @@ def _targets(graph: Graph, levels, needed, tiles: Tiles, rank: int) -> list[Targ
     targets = []
     for node in graph.nodes:
         if node.reduction is not None and node.outputs[0] in needed:
-            grid = _grid_of(tiles, None, rank)
-            targets.append(
-                Target(node.inputs[0], levels[node.outputs[0]] - 1, grid, reduction=node)
-            )
+            carrier = _rides_on(node, levels)
+            grid = _grid_of(tiles, None if carrier is None else carrier.name, rank)
+            level = levels[node.outputs[0]] - 1
+            targets.append(Target(node.inputs, level, grid, node, carrier))
         elif node.tiled and node.reduction is None:
             for value in node.outputs:
                 if value.stored and value.tiled and value in needed:
                     targets.append(
-                        Target(value, levels[value] - 1, _grid_of(tiles, value.name, rank))
+                        Target((value,), levels[value] - 1, _grid_of(tiles, value.name, rank))
                     )
     for target in targets:
         target.grid = _fitted(target)
@@ -232,12 +267,12 @@ def _cone(target: Target) -> tuple[dict[Node, None], dict[Value, None]]:
     """The equations that compute a target from what is held, and the arrays they read."""
     nodes: dict[Node, None] = {}
     inputs: dict[Value, None] = {}
-    pending = [target.value]
+    pending = list(target.operands)
     while pending:
         value = pending.pop()
         computed = value.node is not None and value.node.reduction is None and value.base is None
-        to_be_stored_here = value is target.value and target.reduction is None
-        if computed and (to_be_stored_here or not value.stored):
+        stored_here = target.rides_on if target.reduction is not None else target.value
+        if computed and (value is stored_here or not value.stored):
             if value.node not in nodes:
                 nodes[value.node] = None
                 pending.extend(v for v in value.node.inputs if v.tiled)
@@ -253,11 +288,10 @@ def _fitted(target: Target) -> Grid:
     """
     if target.grid is None:
         return None
-    grid, value = list(target.grid), target.value
-    for d, axis in enumerate(value.axes):
+    grid = list(target.grid)
+    dimensions = [(v, d, a) for v in target.operands for d, a in enumerate(v.axes) if a is not None]
+    for value, d, axis in dimensions:
         length = value.aval.shape[d]
-        if axis is None:
-            continue
         if grid[axis] > length and target.reduction is None and (value.is_output or value.name):
             raise TilingError(
                 f"{grid[axis]} tiles along tiled axis {axis} are more than the {length} rows of "

@@ -23,9 +23,8 @@ class LocalCNN(nnx.Module):
     keeps the input, `a` and `b` of `filterA` for its backward pass, which is what `a * (x + b)`
     needs; it does not say which nonlinearity it uses.
 
-    An untied layer has weights for every position, so the image's size is part of the model. Every
-    score depends on all positions: tiled, store `L1.filterNL`, or else the classifier's region
-    computes everything in one tile.
+    An untied layer has weights for every position, so the image's size is part of the model; tiled,
+    the weights are read by window too. The classifier sums over all positions: tile by tile.
 
     Args:
       size: of the image, a square, or (height, width).
@@ -60,8 +59,8 @@ class LocalCNN(nnx.Module):
             setattr(self, f"L{i}", UntiedLayer(n_in, channels, k, size, **types))
             size = (size[0] - k + 1, size[1] - k + 1)
             n_in = channels
-        self.classifier = nn.Conv(
-            channels, num_classes, size, padding="VALID", use_bias=False, **types
+        self.classifier = nnx.LinearGeneral(
+            (*size, channels), num_classes, axis=(1, 2, 3), use_bias=False, **types
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -78,7 +77,7 @@ class LocalCNN(nnx.Module):
             a, b = layer.a[...].astype(x.dtype), layer.b[...].astype(x.dtype)
             x = checkpoint_name(a * (x + b), f"L{i}.filterA")
             x = checkpoint_name(self.activation(x), f"L{i}.filterNL")
-        return checkpoint_name(self.classifier(x)[:, 0, 0], "classifier.linear1")
+        return checkpoint_name(self.classifier(x), "classifier.linear1")
 
     def loss(self, x: jax.Array, labels: jax.Array) -> jax.Array:
         """Mean softmax cross-entropy; images labelled -1 do not count."""

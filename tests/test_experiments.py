@@ -33,18 +33,18 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
         ),
         (
             [
-                "experiments.vgg16",
+                "experiments.schedules",
+                "--model=vgg16",
                 "--size=64",
                 "--tile=32",
                 "--repeats=1",
-                "--dtype=float32",
                 "--only=plain JAX",
-                "--only=blocks 1-2 tiled + rest plain",
+                "--only=rest plain",
             ],
             ["| plain JAX |", "| blocks 1-2 tiled + rest plain |"],
         ),
     ],
-    ids=["demo", "grids", "vgg16"],
+    ids=["demo", "grids", "schedules"],
 )
 def test_program(arguments, words):
     done = run(*arguments)
@@ -58,6 +58,6 @@ def test_program(arguments, words):
 
 
 def test_an_unknown_schedule_is_refused():
-    done = run("experiments.vgg16", "--only=everything")
+    done = run("experiments.schedules", "--only=everything")
     assert done.returncode != 0
     assert "plain JAX" in done.stderr + done.stdout

@@ -86,7 +86,17 @@ def to_one_position(p, x):
     )
 
 
+def sums_of_products(p, x):
+    """Contractions over positions: a dense layer on a whole map, a Gram matrix, one axis only."""
+    y, weights = jnp.tanh(conv(x, p["w"])), jnp.sin(jnp.arange(11.0 * 9 * 4).reshape(11, 9, 4)) / 9
+    dense = jnp.einsum("nhwc,hwc->n", y, weights * p["w"].mean())
+    gram = jnp.einsum("nhwc,nhwd->ncd", y, y * y) / 99
+    rows = jnp.einsum("nhwc,hd->nwcd", y, p["w"].mean() * weights[:, 0])
+    return dense, gram, rows, jnp.einsum("nhwc,nhwc->", y, y) / 99
+
+
 FUNCTIONS = [
+    sums_of_products,
     beside_a_reader_that_jumps,
     to_one_position,
     batch_norm,

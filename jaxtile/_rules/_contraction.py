@@ -1,24 +1,28 @@
 """`dot_general`.
 
-1x1 convolutions, dense layers per pixel, locally connected layers, and banded constants (resizing).
+1x1 convolutions, dense layers per pixel, locally connected layers, banded constants (resizing), and
+sums over positions (a dense layer on a whole map, a Gram matrix), which are reductions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window
-from ._registry import Equation, Need, Rule, Step, Windows, merge, register
+from ._reductions import accumulation_dtype, masked
+from ._registry import Equation, Need, Reduction, Rule, Step, Windows, merge, register
 
 
 @register("dot_general")
 class DotGeneral(Rule):
-    """Tiled batch and free dimensions pass through. A contracted tiled dimension needs a constant
-    matrix beside it.
+    """Tiled batch and free dimensions pass through. A contraction over tiled dimensions is a
+    reduction, unless one operand is a constant matrix.
 
     `jax.image.resize` contracts each axis with a constant matrix of interpolation weights. Each of
     its columns is zero but for a short band, so an output window needs a window of the input only.
@@ -33,12 +37,30 @@ class DotGeneral(Rule):
         out = [in_axes[0][d] for d in batch[0]]
         free = [_free(eqn, side) for side in (0, 1)]
         banded = _banded(eqn)
+        if banded is None:
+            contract, _ = eqn.params["dimension_numbers"]
+            summed = set()
+            for left, right in zip(*contract, strict=True):
+                (axis,) = merge(eqn.primitive, [(eqn.in_axes[0][left],), (eqn.in_axes[1][right],)])
+                in_axes[0][left] = in_axes[1][right] = axis
+                summed.add(axis)
+            kept = {in_axes[side][d] for side in (0, 1) for d in (*batch[side], *free[side])}
+            if (summed & kept) - {None}:
+                raise Mixes(
+                    "`dot_general` sums over a tiled axis that its result also carries",
+                    "store its operands",
+                )
         for side in (0, 1):
             out += [in_axes[side][d] for d in free[side]]
         if banded is not None:
             weights, axis = banded
             out[len(batch[0]) + (len(free[0]) if weights == 1 else 0)] = axis
         return [tuple(a) for a in in_axes], [merge(eqn.primitive, [tuple(out)])]
+
+    def reduction(self, eqn: Equation) -> Reduction | None:
+        contract, _ = eqn.params["dimension_numbers"]
+        summed = any(eqn.in_axes[0][d] is not None for d in contract[0])
+        return Contraction(eqn) if summed and _banded(eqn) is None else None
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         (window,) = windows
@@ -82,6 +104,32 @@ class DotGeneral(Rule):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Contraction(Reduction):
+    """A sum over positions of products: each tile's own product, added up."""
+
+    eqn: Equation
+
+    def start(self):
+        aval = self.eqn.out_avals[0]
+        return (jnp.zeros(aval.shape, accumulation_dtype(aval.dtype)),)
+
+    def partial(self, operands, owned):
+        x, y = (masked(x, mask, 0) for x, mask in zip(operands, owned, strict=True))
+        dtype = accumulation_dtype(self.eqn.out_avals[0].dtype)
+        return tuple(self.eqn.bind(x, y, preferred_element_type=dtype))
+
+    def merge(self, state, partial):
+        return (state[0] + partial[0],)
+
+    def finish(self, state):
+        return state[0].astype(self.eqn.out_avals[0].dtype)
+
+    def pullback(self, operands, owned, remembered, state, cotangent):
+        (value,), pull = jax.vjp(lambda *x: self.partial(x, owned), *operands)
+        return pull((cotangent.astype(value.dtype),))
+
+
 def _free(eqn: Equation, side: int) -> list[int]:
     contract, batch = eqn.params["dimension_numbers"]
     return [
@@ -92,7 +140,7 @@ def _free(eqn: Equation, side: int) -> list[int]:
 
 
 def _banded(eqn: Equation) -> tuple[int, int] | None:
-    """The operand that is a constant matrix along a tiled axis, and that axis, if there is one."""
+    """The operand that is a constant matrix along a tiled axis of the other, and that axis."""
     contract, batch = eqn.params["dimension_numbers"]
     tiled = [
         (side, eqn.in_axes[side][d])
@@ -100,18 +148,12 @@ def _banded(eqn: Equation) -> tuple[int, int] | None:
         for d in contract[side]
         if eqn.in_axes[side][d] is not None
     ]
-    if not tiled:
+    if len(tiled) != 1:
         return None
-    (side, axis), weights = tiled[0], 1 - tiled[0][0]
+    ((side, axis),) = tiled
+    weights = 1 - side
     matrix = len(eqn.in_avals[weights].shape) == 2 and len(contract[0]) == 1 and not batch[0]
-    if len(tiled) > 1 or not matrix or eqn.constant(weights) is None:
-        raise Mixes(
-            f"`dot_general` sums over tiled dimension {contract[side][0]} of operand {side}",
-            "apply only constant matrices along a tiled axis, or write a sum of products as `(a * "
-            "b).sum(axes)`, which is "
-            "accumulated over the tiles",
-        )
-    return weights, axis
+    return (weights, axis) if matrix and eqn.constant(weights) is not None else None
 
 
 def _band(matrix: np.ndarray, window: Window) -> tuple[Window, np.ndarray]:

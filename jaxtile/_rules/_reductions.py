@@ -113,7 +113,7 @@ def _kept(eqn: Equation) -> list[int]:
     return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["axes"]]
 
 
-def _masked(x, owned, value):
+def masked(x, owned, value):
     return x if owned is None else jnp.where(owned, x, value)
 
 
@@ -130,11 +130,12 @@ class Sum(Reduction):
         aval = self.eqn.out_avals[0]
         return (jnp.zeros(aval.shape, accumulation_dtype(aval.dtype)),)
 
-    def partial(self, operand, owned):
+    def partial(self, operands, owned):
+        (operand,), (owned,) = operands, owned
         dtype = accumulation_dtype(operand.dtype)
         return (
             jnp.sum(
-                _masked(operand, owned, 0).astype(dtype), axis=self.eqn.params["axes"], dtype=dtype
+                masked(operand, owned, 0).astype(dtype), axis=self.eqn.params["axes"], dtype=dtype
             ),
         )
 
@@ -144,8 +145,9 @@ class Sum(Reduction):
     def finish(self, state):
         return state[0].astype(self.eqn.out_avals[0].dtype)
 
-    def pullback(self, operand, owned, remembered, state, cotangent):
-        return _spread(cotangent.astype(operand.dtype), self.eqn, operand.shape)
+    def pullback(self, operands, owned, remembered, state, cotangent):
+        (operand,) = operands
+        return [_spread(cotangent.astype(operand.dtype), self.eqn, operand.shape)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +172,13 @@ class Extremum(Reduction):
         shape = self.eqn.out_avals[0].shape
         return jnp.full(shape, self._worst), jnp.zeros(shape, np.int32)
 
-    def partial(self, operand, owned):
-        x = _masked(operand, owned, self._worst)
+    def partial(self, operands, owned):
+        (operand,), (owned,) = operands, owned
+        x = masked(operand, owned, self._worst)
         (best,) = self.eqn.bind(x)
         hit = x == _spread(best, self.eqn, x.shape)
         return best, jnp.sum(
-            _masked(hit, owned, False), axis=self.eqn.params["axes"], dtype=np.int32
+            masked(hit, owned, False), axis=self.eqn.params["axes"], dtype=np.int32
         )
 
     def merge(self, state, partial):
@@ -191,17 +194,18 @@ class Extremum(Reduction):
     def remember(self, partial):
         return partial[:1]
 
-    def pullback(self, operand, owned, remembered, state, cotangent):
+    def pullback(self, operands, owned, remembered, state, cotangent):
+        (operand,), (owned,) = operands, owned
         # The operand was recomputed, perhaps with other roundings than in the forward pass. Which
         # tiles hold the extremum is decided by forward values alone, and where in such a tile by
         # recomputed values alone.
-        x = _masked(operand, owned, self._worst)
+        x = masked(operand, owned, self._worst)
         (here,) = self.eqn.bind(x)
         share = jnp.where(
             remembered[0] == state[0], cotangent / state[1].astype(cotangent.dtype), 0
         )
-        hit = _masked(x == _spread(here, self.eqn, x.shape), owned, False)
-        return jnp.where(hit, _spread(share, self.eqn, x.shape), 0)
+        hit = masked(x == _spread(here, self.eqn, x.shape), owned, False)
+        return [jnp.where(hit, _spread(share, self.eqn, x.shape), 0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +224,9 @@ class Logical(Reduction):
     def start(self):
         return (jnp.full(self.eqn.out_avals[0].shape, self._neutral),)
 
-    def partial(self, operand, owned):
-        return tuple(self.eqn.bind(_masked(operand, owned, self._neutral)))
+    def partial(self, operands, owned):
+        (operand,), (owned,) = operands, owned
+        return tuple(self.eqn.bind(masked(operand, owned, self._neutral)))
 
     def merge(self, state, partial):
         return (self.combine(state[0], partial[0]),)
@@ -229,7 +234,7 @@ class Logical(Reduction):
     def finish(self, state):
         return state[0]
 
-    def pullback(self, operand, owned, remembered, state, cotangent):
+    def pullback(self, operands, owned, remembered, state, cotangent):
         raise TypeError("integers have no cotangent")
 
 

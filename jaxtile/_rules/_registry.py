@@ -124,13 +124,16 @@ class Rule(Protocol):
 class Reduction(Protocol):
     """A reduction over tiled axes, as an accumulation over tiles.
 
-    A state is a tuple of arrays shaped like the result.
+    A state is a tuple of arrays shaped like the result. Of each operand a tile sees its own share;
+    `owned` is False where an element belongs to another tile as well, and None if none does.
     """
 
     def start(self) -> tuple[jax.Array, ...]: ...
 
-    def partial(self, operand: jax.Array, owned: jax.Array | None) -> tuple[jax.Array, ...]:
-        """The state of one tile. `owned` is False where an element belongs to another tile."""
+    def partial(
+        self, operands: Sequence[jax.Array], owned: Sequence[jax.Array | None]
+    ) -> tuple[jax.Array, ...]:
+        """The state of one tile."""
         ...
 
     def merge(
@@ -146,8 +149,8 @@ class Reduction(Protocol):
         """
         return ()
 
-    def pullback(self, operand, owned, remembered, state, cotangent) -> jax.Array:
-        """The operand's cotangent in one tile, from the final state and the result's cotangent."""
+    def pullback(self, operands, owned, remembered, state, cotangent) -> Sequence[jax.Array]:
+        """The operands' cotangents in one tile, from the final state and the result's cotangent."""
         ...
 
 
