@@ -100,15 +100,24 @@ def _resnet50(shape: tuple[int, ...]) -> dict[str, Schedule]:
     for block in blocks:
         convs += [f"{block}.{c}" for c in ("conv1", "conv2", "conv3")]
         convs += [f"{block}.downsample"] if block.endswith(".0") else []
-    first = [c for c in convs if c == "conv1" or c.startswith("layer1")]
-    ends = tuple(f"{block}.bias_relu" for block in blocks)
-    early = {"layer1.2.bias_relu": (n, n), **{c: (n, n) for c in first}, ...: None}
+    ends = [f"{block}.bias_relu" for block in blocks]
+
+    def stored(*layers: int) -> tuple[str, ...]:
+        inside = tuple(f"layer{i}." for i in layers)
+        return ("conv1", *(v for v in (*convs, *ends) if v.startswith(inside)))
+
+    def grid(*layers: int) -> dict[Any, tuple[int, int]]:
+        """Tiles of one size in pixels of the map: half as many from layer to layer."""
+        grids = {i: (max(1, n >> (i - 1)),) * 2 for i in layers}
+        return {v: grids[int(v[5])] if v.startswith("layer") else (n, n) for v in stored(*layers)}
+
     return {
         "jax.checkpoint, blocks saved": Schedule(("maxpool", *ends)),
-        "convolutions saved": Schedule((*convs, *ends), (n, n)),
-        "layer 1 tiled, convolutions saved, rest plain": Schedule(
-            (*first, "layer1.2.bias_relu"), early
+        "convolutions and blocks saved, tiled": Schedule(
+            stored(1, 2, 3, 4), {**grid(1, 2, 3, 4), ...: (1, 1)}
         ),
+        "layers 1-2 tiled so, rest plain": Schedule(stored(1, 2), {**grid(1, 2), ...: None}),
+        "layer 1 tiled so, rest plain": Schedule(stored(1), {**grid(1), ...: None}),
     }
 
 

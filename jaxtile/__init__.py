@@ -3,7 +3,9 @@
 `checkpoint` is to space what `jax.checkpoint` is to depth. Read the idea in file order: `_geometry`
 (intervals), `_rules` (what each primitive needs), `_values` and `_graph` (which dimensions are
 tiled), `_tile` (one tile), `_calls` (custom derivatives), `_regions` (where to cut), `_loop` (the
-loops and their derivative), `_checkpoint` (the public face), `_explain`.
+loops and their derivative), `_checkpoint` (the public face), `_cost` and `_explain`, `_operations`
+and `_liveness` (work and live bytes of any function). `ops` are operations on arrays; `jaxtile.nn`,
+which imports Flax, has layers.
 """
 
 from . import ops as ops

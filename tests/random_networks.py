@@ -36,7 +36,7 @@ class Network:
 
     layers: tuple[tuple, ...]
     shape: tuple[int, ...]
-    tiles: tuple[int, ...]
+    tiles: Any
     policy: Any
     seed: int
 
@@ -101,6 +101,16 @@ def _apply(layer, tensors, kernel):
         case "batch_norm":
             mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
             return (x - mean) * lax.rsqrt(var + 1e-3) + kernel[0, 0, 0]
+        case "one_pass_norm":
+            mean, square = x.mean((0, 1, 2)), (x * x).mean((0, 1, 2))
+            return (x - mean) * lax.rsqrt(jnp.maximum(square - mean**2, 0) + 1e-3)
+        case "gram":
+            gram = jnp.einsum("nhwc,nhwd->ncd", x, x) / (x.shape[1] * x.shape[2])
+            return jnp.tanh(jnp.einsum("nhwc,ncd->nhwd", x, gram))
+        case "dense":
+            weights = jnp.sin(jnp.arange(x[0].size).reshape(x.shape[1:])) * kernel[0, 0, 0]
+            score = jnp.einsum("nhwc,hwc->n", jnp.tanh(x), weights) / x.shape[1]
+            return x * jax.nn.sigmoid(score)[:, None, None, None]
         case "instance_norm":
             return (x - x.mean((1, 2), keepdims=True)) / (1 + jnp.abs(x).max((1, 2), keepdims=True))
         case "row_norm":
@@ -177,6 +187,9 @@ _layer = st.one_of(
     st.tuples(st.just("average_pool")),
     st.tuples(st.just("act"), st.sampled_from(sorted(ACTIVATIONS))),
     st.tuples(st.just("batch_norm")),
+    st.tuples(st.just("one_pass_norm")),
+    st.tuples(st.just("gram")),
+    st.tuples(st.just("dense")),
     st.tuples(st.just("instance_norm")),
     st.tuples(st.just("row_norm")),
     st.tuples(st.just("squeeze_excite")),
@@ -220,22 +233,22 @@ def networks(draw) -> Network:
         )
     )
     network = Network(layers, shape, (1, 1), policy, draw(st.integers(0, 99)))
-    tiles = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    uses = _uses(network)
     # A grid must not be finer than the smallest stored value; a reduction's operand counts as one.
-    sizes = [leaf.shape[1:3] for leaf in _tensors(network)]
-    limit = [min(s[d] for s in sizes) for d in (0, 1)]
-    return dataclasses.replace(
-        network, tiles=tuple(min(t, n) for t, n in zip(tiles, limit, strict=True))
-    )
+    maps = [network.shape, *(u.shape for u in uses if len(u.shape) == 4 and min(u.shape[1:3]) > 1)]
+    limit = [min(s[d] for s in maps) for d in (1, 2)]
+    grids = st.tuples(*(st.integers(1, min(6, n)) for n in limit))
+    tiles = draw(grids)
+    stored = sorted({u.name for u in uses if u.name.startswith("layer")})
+    if stored and draw(st.booleans()):
+        chosen = draw(st.sets(st.sampled_from(stored), max_size=3))
+        tiles = {name: draw(st.none() | grids) for name in sorted(chosen)}
+        tiles[...] = draw(st.none() | grids)
+    return dataclasses.replace(network, tiles=tiles)
 
 
-def _tensors(network: Network):
+def _uses(network: Network):
     explanation = jaxtile.explain(
         network, *network.args, in_axes=(None, (1, 2)), tiles=(1, 1), policy=network.policy
     )
-    found = [network.shape]
-    for region in explanation.regions:
-        for use in (*region.reads, *region.writes):
-            found.append(use.shape)
-    shapes = [s for s in found if len(s) == 4 and min(s[1:3]) > 1]
-    return [jax.ShapeDtypeStruct(s, np.float64) for s in shapes]
+    return [use for region in explanation.regions for use in (*region.reads, *region.writes)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import jaxtile
+import jaxtile.nn
 import models
 
 from .support import assert_close, assert_same, normal
@@ -210,6 +210,38 @@ def test_local_cnn_against_a_numpy_loop():
     found = {k: v[...] for k, v in nnx.to_flat_state(gradients)}
     assert_close({k: jnp.asarray(v) for k, v in wanted.items()}, found)
     assert_close(jnp.asarray(g), image_gradient)
+
+
+def test_a_module_is_trained_as_without_tiles():
+    """Loss, gradients and the module itself after two steps under `nnx.jit`."""
+
+    def run(wrap):
+        model = make("unet", 1, 3, channels=2, depth=1, padding="SAME", norm="batch")
+        loss = wrap(lambda model, image, target: model.loss(image, target))
+
+        @nnx.jit
+        def step(model, image, target):
+            value, gradients = nnx.value_and_grad(loss)(model, image, target)
+            params = nnx.state(model, nnx.Param)
+            nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients))
+            return value
+
+        image, target = normal(1, 2, 12, 10, 1), labels(2, 12, 10)
+        values = [step(model, image, target) for _ in range(2)]
+        return values, nnx.state(model, (nnx.Param, nnx.BatchStat, nnx.RngCount))
+
+    tiled = functools.partial(
+        jaxtile.nn.checkpoint,
+        in_axes=(None, *MAPS),
+        tiles=(3, 2),
+        policy=NAMES("d0b.pre", "d0c.pre", "d1b.pre", "d1c.pre", "u0b"),
+    )
+    assert_close(run(tiled), run(lambda loss: loss))
+
+
+def test_a_function_of_no_module_is_refused():
+    with pytest.raises(jaxtile.TilingError, match="NNX module, not"):
+        jaxtile.nn.checkpoint(jnp.sin, in_axes=((0,),), tiles=(2,))(jnp.ones(4))
 
 
 def test_dropout_is_off_in_evaluation():

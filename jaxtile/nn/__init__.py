@@ -1,9 +1,10 @@
-"""Flax NNX layers: Flax's own with `tiles=`, and those that Flax does not have.
+"""For Flax NNX: `checkpoint`, and layers: Flax's own with `tiles=`, and those it does not have.
 
 With `tiles=(rows, columns)` a layer runs tile by tile by itself; inside `jaxtile.checkpoint` the
 outer schedule wins.
 """
 
+from ._checkpoint import checkpoint as checkpoint
 from ._layers import BatchNorm as BatchNorm
 from ._layers import Conv as Conv
 from ._layers import ConvTranspose as ConvTranspose
