@@ -22,7 +22,7 @@ from ._values import Value
 # True while a function is traced for tiling. A `checkpoint` inside another one then steps aside:
 # the outermost schedule wins. Being a JAX context, it is part of the key of every `jit` cache, so a
 # jitted inner function is traced anew.
-_inside = jax.make_user_context(False)
+inside = jax.make_user_context(False)
 
 
 def checkpoint(
@@ -72,7 +72,7 @@ def checkpoint(
 
     @functools.wraps(fun)
     def tiled(*args: Any, **kwargs: Any) -> Any:
-        if _inside.value:
+        if inside.value:
             return fun(*args, **kwargs)
         plan, flat, out_tree = trace(fun, args, kwargs, in_axes, tiles, policy)
         return jax.tree.unflatten(out_tree, execute(plan, flat))
@@ -90,7 +90,7 @@ def trace(fun, args, kwargs, in_axes, tiles, policy) -> tuple[Schedule, list[Any
         return fun(*call_args, **call_kwargs)
 
     names = argument_names(fun, args, kwargs)
-    with _inside(True):
+    with inside(True):
         try:
             closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
         except TypeError as error:

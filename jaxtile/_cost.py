@@ -13,11 +13,12 @@ be folded into what comes before or after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from ._graph import ALL_CALLS, build
 from ._rules import Equation, find
 from ._rules._elementwise import Elementwise
 from ._values import Node, Value
@@ -41,8 +42,10 @@ _TRANSPARENT = frozenset(["convert_element_type", "stop_gradient", "copy"])
 
 
 def multiply_adds(eqn: Equation, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> int:
-    """Multiply-adds of a convolution or contraction; 0 of anything else."""
+    """Multiply-adds of convolutions and contractions; 0 of anything else."""
     name = eqn.primitive.name
+    if name in _CONTROL:
+        return _inner(eqn, lambda node, _: multiply_adds(node.equation, *_whole(node)))
     if name == "conv_general_dilated":
         kernel = [eqn.in_avals[1].shape[d] for d in eqn.params["dimension_numbers"].rhs_spec]
         inserted = math.prod(eqn.params["lhs_dilation"])
@@ -64,6 +67,8 @@ def flops(
     `per_element`: what `fused` says of the graph that the node is in.
     """
     eqn, name = node.equation, node.equation.primitive.name
+    if name in _CONTROL:
+        return _inner(eqn, whole_flops)
     if node in per_element:
         return per_element[node] * math.prod(out_shapes[0])
     if not out_shapes or name in MOVEMENT or not _floating(eqn):
@@ -79,10 +84,36 @@ def flops(
 
 def whole_flops(node: Node, per_element: Mapping[Node, int]) -> int:
     """Operations of the untiled equation."""
+    return flops(node, per_element, *_whole(node))
+
+
+def _whole(node: Node) -> tuple[list[Shape], list[Shape]]:
     eqn = node.equation
-    return flops(
-        node, per_element, [a.shape for a in eqn.in_avals], [a.shape for a in eqn.out_avals]
-    )
+    return [a.shape for a in eqn.in_avals], [a.shape for a in eqn.out_avals]
+
+
+_CONTROL = frozenset(["scan", "while", "cond"])
+
+
+def _inner(eqn: Equation, count: Callable[[Node, Mapping[Node, int]], int]) -> int:
+    """Work of a loop or a branch: of every iteration of a `scan`; of one of a `while`, whose number
+    is not known; of the most expensive branch of a `cond`.
+    """
+    params = eqn.params
+
+    def body(closed: Any) -> int:
+        in_axes = [(None,) * len(v.aval.shape) for v in closed.jaxpr.invars]
+        nodes = build(closed.jaxpr, closed.consts, in_axes, look_through=ALL_CALLS).nodes
+        costs = fused(nodes)
+        return sum(count(node, costs) for node in nodes)
+
+    match eqn.primitive.name:
+        case "scan":
+            return params["length"] * body(params["jaxpr"])
+        case "while":
+            return body(params["body_jaxpr"]) + body(params["cond_jaxpr"])
+        case _:
+            return max(body(branch) for branch in params["branches"])
 
 
 def fused(nodes: Sequence[Node]) -> dict[Node, int]:

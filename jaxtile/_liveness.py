@@ -36,6 +36,9 @@ def replay(
     >>> replay(steps, {"x": 4, "y": 4, "z": 4, "p": 1}, resident=["x"])
     Peak(bytes=12, at='relu')
     """
+    unknown = {t for _, _, writes in steps for t in writes}.union(resident) - sizes.keys()
+    if unknown:
+        raise ValueError(f"`sizes` has no bytes for {', '.join(sorted(unknown)[:5])}")
     last = {t: i for i, (_, reads, writes) in enumerate(steps) for t in (*reads, *writes)}
     live = set(resident)
     stay = live | set(keep)

@@ -10,13 +10,14 @@ primitive; so do the outputs.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from ._checkpoint import argument_names
+from ._checkpoint import argument_names, inside
 from ._cost import MOVEMENT, fused, multiply_adds, whole_flops
 from ._graph import ALL_CALLS, build
 from ._rules import untiled
@@ -43,16 +44,21 @@ class Operation:
     `movement`: the first of these that one of its equations is."""
     inputs: tuple[Tensor, ...]
     """Arguments, constants and results of other operations that it reads, each once."""
-    output: Tensor
+    outputs: tuple[Tensor, ...]
+    """One, unless an unnamed primitive gives several."""
     flops: int
     """Floating-point operations; elementwise equations count as if fused."""
     macs: int
     """Multiply-adds of its convolutions and contractions."""
 
     @property
+    def output(self) -> Tensor:
+        return self.outputs[0]
+
+    @property
     def traffic(self) -> int:
         """Bytes read and written, if every array is moved once."""
-        return sum(t.bytes for t in self.inputs) + self.output.bytes
+        return sum(t.bytes for t in (*self.inputs, *self.outputs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,13 +83,14 @@ class Operations:
     @property
     def activation_bytes(self) -> int:
         """Bytes of all results together."""
-        return sum(o.output.bytes for o in self.operations)
+        return sum(t.bytes for o in self.operations for t in o.outputs)
 
     def __getitem__(self, name: str) -> Operation:
         for operation in self.operations:
             if operation.name == name:
                 return operation
-        raise KeyError(name)
+        near = difflib.get_close_matches(name, [o.name for o in self.operations])
+        raise KeyError(f"no operation is named {name!r}" + (f"; near are {near}" if near else ""))
 
     def __str__(self) -> str:
         width = max([9, *(len(o.name) for o in self.operations)])
@@ -103,7 +110,8 @@ class Operations:
 def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Operations:
     """Count the work of `fun(*args)` by named values, without running it.
 
-    Arguments may be arrays or `jax.ShapeDtypeStruct`s.
+    Arguments may be arrays or `jax.ShapeDtypeStruct`s. A loop's body counts once per iteration, of
+    a `while` once. For a Flax NNX module see `jaxtile.nn.operations`.
 
     >>> import jax, jaxtile
     >>> from jax.ad_checkpoint import checkpoint_name
@@ -116,7 +124,8 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Operations
     linear contraction (8, 4) 1024 896
     relu elementwise (8, 4) 32 272
     """
-    closed = jax.make_jaxpr(fun)(*args, **kwargs)
+    with inside(True):  # what is tiled in it counts as the plain function
+        closed = jax.make_jaxpr(fun)(*args, **kwargs)
     in_axes = [untiled(v.aval) for v in closed.jaxpr.invars]
     names = argument_names(fun, args, kwargs)
     graph = build(closed.jaxpr, closed.consts, in_axes, look_through=ALL_CALLS, names=names)
@@ -146,7 +155,7 @@ def _contract(graph: Graph) -> tuple[Operation, ...]:
             name=labels[end],
             kind=_kind(inside),
             inputs=tuple(_tensor(v, _name(v, labels)) for v in read),
-            output=_tensor(end.outputs[0], labels[end]),
+            outputs=tuple(_tensor(v, labels[end]) for v in end.outputs),
             flops=sum(whole_flops(n, costs) for n in inside),
             macs=sum(
                 multiply_adds(

@@ -160,12 +160,16 @@ def _rides_on(reduction: Node, levels: Mapping[Value, int]) -> Value | None:
         value = pending.pop()
         if not value.tiled:
             others.append(value)
-        elif value.base is None and value.node is not None and value.stored:
+        elif value.stored and value.node is not None and value.node.reduction is None:
             stored.add(value)
-        elif value.available or not isinstance(value.node.rule, Elementwise):
+        elif value.available:
             return None
-        else:
+        elif isinstance(value.node.rule, Elementwise) or not any(
+            v.tiled for v in value.node.inputs
+        ):
             pending.extend(value.node.inputs)
+        else:
+            return None
     if len(stored) != 1:
         return None
     (value,) = stored

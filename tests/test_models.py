@@ -239,11 +239,6 @@ def test_a_module_is_trained_as_without_tiles():
     assert_close(run(tiled), run(lambda loss: loss))
 
 
-def test_a_function_of_no_module_is_refused():
-    with pytest.raises(jaxtile.TilingError, match="NNX module, not"):
-        jaxtile.nn.checkpoint(jnp.sin, in_axes=((0,),), tiles=(2,))(jnp.ones(4))
-
-
 def test_dropout_is_off_in_evaluation():
     model = make("unet", channels=2, depth=1)
     x = normal(1, 1, 24, 24, 1)

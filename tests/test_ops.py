@@ -152,6 +152,17 @@ def test_cross_entropy_labels():
     assert large == 0
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint16", "int64"])
+def test_cross_entropy_with_narrow_labels(dtype):
+    """Neither the number of classes nor the ignored label wraps round."""
+    logits, labels = normal(0, 1, 4, 4, 300), jnp.full((1, 4, 4), 100)
+    wanted = ops.softmax_cross_entropy(logits, labels)
+    assert ops.softmax_cross_entropy(logits, labels.astype(dtype)) == wanted
+    last = jnp.full((1, 4, 4), 255, "uint8")
+    assert ops.softmax_cross_entropy(logits, last) > 0
+    assert ops.softmax_cross_entropy(logits, last, ignore=255) == 0
+
+
 def test_cross_entropy_of_half_precision_is_summed_in_float32():
     logits = jnp.zeros((1, 300, 300, 2), jnp.bfloat16)
     loss = ops.softmax_cross_entropy(logits, jnp.zeros((1, 300, 300), jnp.int32), tiles=(3, 3))
@@ -168,6 +179,12 @@ def test_cross_entropy_of_half_precision_is_summed_in_float32():
         (lambda: ops.conv(IMAGE, KERNEL, padding=[1]), "2 entries"),
         (lambda: ops.conv(jnp.ones((2, 3)), KERNEL), "one to three spatial axes"),
         (lambda: ops.max_pool(IMAGE, tiles=(20, 1)), "more than"),
+        (lambda: ops.max_pool(IMAGE[0, 0], tiles=(2, 2)), "per spatial axis of `x`, which has 0"),
+        (lambda: ops.softmax_cross_entropy(IMAGE, IMAGE[..., 0]), "must be integers"),
+        (
+            lambda: nn.BatchNorm(4, tiles=(2, 2), rngs=nnx.Rngs(0))(IMAGE[0, 0]),
+            "at least 3 axes",
+        ),
         (lambda: ops.local_conv(IMAGE, jnp.ones((9, 9, 3, 3, 4, 1))), r"size \(11, 9\)"),
         (lambda: ops.local_conv(IMAGE, KERNEL), "rows, columns"),
         (lambda: ops.coordinate_dropout(IMAGE, KEY, rate=2), r"`rate` \(=2\)"),
@@ -214,6 +231,55 @@ def test_layers(name):
         return gradients, again, layer(IMAGE), nnx.state(layer, nnx.BatchStat)
 
     assert_close(run((3, 2)), run(None))
+
+
+def test_layers_take_what_flax_layers_take():
+    """No batch axis, two of them, keywords, and random streams given when called."""
+    layer, plain = (LAYERS["conv"](t) for t in ((3, 2), None))
+    for x in (IMAGE[0], IMAGE[None]):
+        assert_close(layer(x), plain(x))
+    assert plain(inputs=IMAGE).shape == (2, 7, 6, 3)
+    masks = [
+        nn.Dropout(0.5, tiles=tiles)(IMAGE, rngs=stream(nnx.Rngs(3)))
+        for tiles in ((3, 2), None)
+        for stream in (lambda r: r, lambda r: r.dropout, lambda r: r.dropout())
+    ]
+    for mask in masks[1:]:
+        assert_close(mask, masks[0])
+
+
+def test_what_a_tiled_function_changes_in_its_modules():
+    """Statistics of two modules, a stream that is an argument, and a parameter."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.norm = nn.BatchNorm(4, rngs=nnx.Rngs(0), **FLOAT64)
+            self.calls = nnx.Param(jnp.zeros(()))
+
+        def __call__(self, x, rngs):
+            self.calls[...] = self.calls[...] + 1
+            return nn.Dropout(0.5)(self.norm(x), rngs=rngs)
+
+    def both(a, b, x, rngs):
+        return b(a(x, rngs) ** 2, rngs)
+
+    def run(fun):
+        a, b, rngs = Model(), Model(), nnx.Rngs(0)
+        outputs = [fun(a, b, IMAGE, rngs) for _ in range(2)]
+        return outputs, nnx.state(a), nnx.state(b), nnx.state(rngs, nnx.RngCount)
+
+    tiled = nn.checkpoint(both, in_axes=(None, None, (1, 2), None), tiles=(3, 2))
+    assert_close(run(tiled), run(both))
+
+
+def test_pooling_of_integers():
+    x = jnp.arange(16, dtype=jnp.uint8).reshape(1, 4, 4, 1)
+    assert ops.max_pool(x, tiles=(2, 2))[0, ..., 0].tolist() == [[5, 7], [13, 15]]
+
+
+def test_dropout_with_a_traced_rate():
+    drop = jax.jit(lambda rate: ops.coordinate_dropout(IMAGE, KEY, rate=rate, tiles=(2, 2)))
+    assert_close(drop(0.3), ops.coordinate_dropout(IMAGE, KEY, rate=0.3))
 
 
 def test_frozen_batch_norm_keeps_its_statistics():

@@ -3,6 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
 
 from .support import assert_same, conv, normal
 
@@ -95,6 +98,17 @@ def sums_of_products(p, x):
     return dense, gram, rows, jnp.einsum("nhwc,nhwc->", y, y) / 99
 
 
+def of_stored_values(p, x):
+    """Riding reductions: elementwise on one stored value, beside a reader with a halo; of two
+    stored values; of a stored reduction.
+    """
+    y = checkpoint_name(conv(x, p["w"]), "y")
+    z = checkpoint_name(jnp.tanh(conv(y, p["w"])), "z")
+    rows = checkpoint_name(z.mean(2), "rows")
+    shifted = ((y - p["w"][0, 0, 0]) ** 2).mean((0, 1, 2))
+    return (y - y.mean()) * shifted, (y * z).mean((1, 2)), z.max((1, 2)), (rows**2).mean(1)
+
+
 FUNCTIONS = [
     sums_of_products,
     beside_a_reader_that_jumps,
@@ -114,6 +128,44 @@ FUNCTIONS = [
 @pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda f: f.__name__)
 def test_reduction(fun):
     assert_same(fun, PARAMS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 4))
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        (3, 4),
+        {"y": (2, 3), ...: (4, 1)},
+        {"y": None, "z": (2, 2), ...: (3, 3)},
+        {"z": None, ...: (3, 2)},
+        {"y": (3, 1), ...: None},
+    ],
+)
+@pytest.mark.parametrize("saved", [("y", "z"), ("y", "z", "rows")])
+def test_reductions_of_stored_values(tiles, saved):
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    options = {"in_axes": (None, (1, 2)), "tiles": tiles, "policy": policy}
+    assert_same(of_stored_values, PARAMS, IMAGE, **options)
+
+
+def test_statistics_of_a_stored_value_have_no_loop_of_their_own():
+    def fun(p, x):
+        y = checkpoint_name(conv(x, p["w"]), "y")
+        return (y - y.mean((0, 1, 2))) / jnp.sqrt((y * y).mean((0, 1, 2)) + 1)
+
+    policy = jax.checkpoint_policies.save_only_these_names("y")
+    first, second = jaxtile.explain(
+        fun, PARAMS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 2), policy=policy
+    ).regions
+    assert [use.name for use in first.writes] == ["y", "reduce_sum", "reduce_sum"]
+    assert [use.name for use in second.writes] == ["output"]
+
+
+def test_weights_reshaped_to_a_map_of_one_row():
+    def fun(p, x):
+        rows = jnp.concatenate([x, p["m"].reshape(1, 1, 4, 4)], 0)
+        return jnp.einsum("nhwc,hwc->n", jnp.tanh(x), p["m"].reshape(1, 4, 4)), rows
+
+    assert_same(fun, PARAMS, IMAGE[:, :1, :4], in_axes=(None, (1, 2)), tiles=(1, 3))
 
 
 def test_batch_statistics_with_a_tiled_batch():

@@ -6,7 +6,6 @@ sums over positions (a dense layer on a whole map, a Gram matrix), which are red
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window
-from ._reductions import accumulation_dtype, masked
+from ._reductions import Sum, accumulation_dtype, masked
 from ._registry import Equation, Need, Reduction, Rule, Step, Windows, merge, register
 
 
@@ -104,26 +103,13 @@ class DotGeneral(Rule):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Contraction(Reduction):
+class Contraction(Sum):
     """A sum over positions of products: each tile's own product, added up."""
-
-    eqn: Equation
-
-    def start(self):
-        aval = self.eqn.out_avals[0]
-        return (jnp.zeros(aval.shape, accumulation_dtype(aval.dtype)),)
 
     def partial(self, operands, owned):
         x, y = (masked(x, mask, 0) for x, mask in zip(operands, owned, strict=True))
         dtype = accumulation_dtype(self.eqn.out_avals[0].dtype)
         return tuple(self.eqn.bind(x, y, preferred_element_type=dtype))
-
-    def merge(self, state, partial):
-        return (state[0] + partial[0],)
-
-    def finish(self, state):
-        return state[0].astype(self.eqn.out_avals[0].dtype)
 
     def pullback(self, operands, owned, remembered, state, cotangent):
         (value,), pull = jax.vjp(lambda *x: self.partial(x, owned), *operands)

@@ -57,6 +57,8 @@ class Reshape(Rule):
             if out is None or eqn.out_axes[0][out] is None:
                 continue
             need[dim], produced[out] = _regrouped(windows[0][out], rows, out_rows)
+        # A dimension of size 1 that is new here has no counterpart, and one position.
+        produced |= {d: w for d, w in windows[0].items() if d not in produced}
         shape = local_shape(eqn.out_avals[0].shape, produced)
         return Step([Need(need)], lambda scalars, x: [lax.reshape(x, shape)], produced=[produced])
 

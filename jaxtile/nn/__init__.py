@@ -5,6 +5,7 @@ outer schedule wins.
 """
 
 from ._checkpoint import checkpoint as checkpoint
+from ._checkpoint import operations as operations
 from ._layers import BatchNorm as BatchNorm
 from ._layers import Conv as Conv
 from ._layers import ConvTranspose as ConvTranspose

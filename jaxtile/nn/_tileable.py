@@ -11,17 +11,31 @@ from ._checkpoint import checkpoint
 
 
 class Tileable(nnx.Module):
-    """Mixin, before the layer class: `tiles=` runs the layer tile by tile."""
+    """Mixin, before the layer class: `tiles=` runs the layer tile by tile.
+
+    The tiled axes are the last ones before the channels, as many as `tiles` has numbers.
+    """
 
     def __init__(self, *args: Any, tiles: tuple[int, ...] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.tiles = tiles
 
-    def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
-        def call(layer: Tileable, x: jax.Array) -> jax.Array:
-            return super().__call__(x, *args, **kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        if self.tiles is None or not args:
+            return super().__call__(*args, **kwargs)
+        x, *rest = args
+        count = len(self.tiles)
+        if x.ndim <= count:
+            raise ValueError(
+                f"a layer with `tiles` (={self.tiles}) takes an array of at least {count + 1} "
+                f"axes, channels last, not shape {x.shape}"
+            )
+        # Random streams are passed on as modules, because they change; options stay as they are.
+        streams = {k: v for k, v in kwargs.items() if isinstance(v, nnx.Pytree)}
+        options = {k: v for k, v in kwargs.items() if k not in streams}
 
-        if self.tiles is None:
-            return call(self, x)
-        spatial = tuple(range(1, x.ndim - 1))
-        return checkpoint(call, in_axes=(None, spatial), tiles=self.tiles)(self, x)
+        def call(layer: Tileable, x: jax.Array, **streams: Any) -> jax.Array:
+            return super().__call__(x, *rest, **options, **streams)
+
+        spatial = tuple(range(x.ndim - 1 - count, x.ndim - 1))
+        return checkpoint(call, in_axes=(None, spatial), tiles=self.tiles)(self, x, **streams)

@@ -14,13 +14,14 @@ from ._tileable import tileable
 
 @tileable(x=1)
 def coordinate_dropout(
-    x: jax.Array, key: jax.Array, *, rate: float, broadcast_dims: Sequence[int] = ()
+    x: jax.Array, key: jax.Array, *, rate: float | jax.Array, broadcast_dims: Sequence[int] = ()
 ) -> jax.Array:
     """Dropout whose mask at a position is a hash of the key and that position, and nothing else.
 
     Tiled, untiled and sharded networks therefore drop the same elements; so do an image and a
     larger one that begins with it (with `jax.random` the mask depends on the array's shape too).
-    What is kept is divided by `1 - rate`. Dimensions in `broadcast_dims` share one mask.
+    What is kept is divided by `1 - rate`. Dimensions in `broadcast_dims` share one mask. The rate
+    may be traced, if it is below 1.
 
     The hash is threefry, applied to two coordinates at a time: the first pair makes a key for each
     row, the next pair hashes the positions in it.
@@ -33,12 +34,13 @@ def coordinate_dropout(
     >>> bool((small == large[:, :4, :4]).all())
     True
     """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"`rate` (={rate}) must be between 0 and 1")
-    if rate == 0:
-        return x
-    if rate == 1:
-        return jnp.zeros_like(x)
+    if not isinstance(rate, jax.Array):
+        if not 0 <= rate <= 1:
+            raise ValueError(f"`rate` (={rate}) must be between 0 and 1")
+        if rate == 0:
+            return x
+        if rate == 1:
+            return jnp.zeros_like(x)
     shared = {d % x.ndim for d in broadcast_dims}
     shape = tuple(1 if d in shared else n for d, n in enumerate(x.shape))
     # 24 bits: as fine as a float32 between 0 and 1.

@@ -24,6 +24,10 @@ def softmax_cross_entropy(
             f"`labels` of shape {labels.shape} must have one entry per position of `logits` of "
             f"shape {logits.shape}, whose last axis is the class"
         )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"`labels` must be integers, not {labels.dtype}")
+    # In 8 bits 256 classes, or -1, would wrap round.
+    labels = labels.astype(jnp.promote_types(labels.dtype, jnp.int32))
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     classes = logits.shape[-1]
     shifted = logits - lax.stop_gradient(logits.max(-1, keepdims=True))

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ._spatial import Padding, Size, pads, per_axis
@@ -26,7 +27,8 @@ def max_pool(
     >>> jax.grad(lambda x: ops.max_pool(x).sum())(jnp.zeros((1, 2, 2, 1)))[0, :, :, 0].tolist()
     [[1.0, 0.0], [0.0, 0.0]]
     """
-    lowest = -jnp.inf if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo(x.dtype).min
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    lowest = -jnp.inf if floating else np.array(jnp.iinfo(x.dtype).min, x.dtype)
     return lax.reduce_window(x, lowest, lax.max, *_windows(x, window, strides, padding))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 Size = int | Sequence[int]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -11,7 +12,7 @@ Padding = str | int | Sequence[int | tuple[int, int]]
 
 def per_axis(what: str, value: Size, rank: int) -> tuple[int, ...]:
     """`value` for each of `rank` spatial axes."""
-    values = (value,) * rank if isinstance(value, int) else tuple(value)
+    values = (value,) * rank if isinstance(value, Integral) else tuple(value)
     if len(values) != rank:
         raise ValueError(f"`{what}` (={value}) must be one number or {rank}, one per spatial axis")
     if any(v < 1 for v in values):
@@ -27,7 +28,7 @@ def pads(padding: Padding, rank: int) -> str | list[tuple[int, int]]:
                 f"`padding` (={padding!r}) must be 'SAME', 'VALID', or how much on each side"
             )
         return padding.upper()
-    entries = (padding,) * rank if isinstance(padding, int) else tuple(padding)
+    entries = (padding,) * rank if isinstance(padding, Integral) else tuple(padding)
     if len(entries) != rank:
         raise ValueError(f"`padding` (={padding}) must have {rank} entries, one per spatial axis")
-    return [(e, e) if isinstance(e, int) else (e[0], e[1]) for e in entries]
+    return [(e, e) if isinstance(e, Integral) else (e[0], e[1]) for e in entries]

@@ -31,6 +31,12 @@ def tileable(**first_axis: int) -> Callable[[Callable[..., Any]], Callable[..., 
             arguments = signature.bind(*args, **kwargs).arguments
             arrays = {k: arguments.pop(k) for k in operands if k in arguments}
             rank = arrays[image].ndim - 2
+            if len(tiles) != rank:
+                raise ValueError(
+                    f"`tiles` (={tiles}) must have one number per spatial axis of `{image}`, which "
+                    f"has {max(rank, 0)}: its shape is {arrays[image].shape}, batch first, "
+                    "channels last"
+                )
             in_axes = {
                 k: tuple(range(first_axis[k], first_axis[k] + rank)) if k in first_axis else None
                 for k in arrays
