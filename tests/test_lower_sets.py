@@ -1,0 +1,64 @@
+"""The lower-set programmes: against all schedules of small graphs, and on the U-Net."""
+
+import random
+
+import pytest
+
+from policies._lower_sets import (
+    ForwardGraph,
+    _measured,
+    ancestor_sets,
+    cheapest_within,
+    lower_sets,
+    smallest_budget,
+)
+
+from . import reference_models as reference
+
+
+def random_graph(seed: int) -> ForwardGraph:
+    rng = random.Random(seed)
+    n = rng.randint(2, 5)
+    inputs = tuple(sum(1 << u for u in range(v) if rng.random() < 0.5) for v in range(n))
+    sizes, work = (tuple(rng.randint(1, 9) for _ in range(n)) for _ in range(2))
+    return ForwardGraph(tuple(map(str, range(n))), inputs, sizes, work)
+
+
+def all_chains(graph: ForwardGraph):
+    sets = lower_sets(graph)
+
+    def grow(chain):
+        if chain and chain[-1] == graph.everything:
+            yield _measured(graph, chain)
+            return
+        last = chain[-1] if chain else 0
+        for low in sets:
+            if low != last and not last & ~low:
+                yield from grow((*chain, low))
+
+    return list(grow(()))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_against_all_schedules(seed):
+    graph = random_graph(seed)
+    chains = all_chains(graph)
+    lowest = min(c.peak for c in chains)
+    assert smallest_budget(graph, lower_sets(graph)).peak == lowest
+    assert cheapest_within(graph, lower_sets(graph), lowest - 1) is None
+    for budget in (lowest, lowest + 2, lowest + 6, 10**6):
+        found = cheapest_within(graph, lower_sets(graph), budget)
+        assert found.peak <= budget
+        assert found.recomputed == min(c.recomputed for c in chains if c.peak <= budget)
+
+
+def test_unet():
+    """The reference needs 5,785 MB with ancestor sets, as we do. With all lower sets it needs 5,717
+    MB, because its programme lists the sets in an order in which some come before their subsets,
+    and never steps back; with every step allowed 5,546 MB do.
+    """
+    graph = ForwardGraph.of(reference.unet())
+    assert len(ancestor_sets(graph)) == 61
+    assert smallest_budget(graph, ancestor_sets(graph)).peak == 5_784_403_968
+    assert len(lower_sets(graph)) == 331
+    assert smallest_budget(graph, lower_sets(graph)).peak == 5_545_689_088
