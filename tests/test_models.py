@@ -114,8 +114,8 @@ def test_resnet50(name):
 
 @pytest.mark.slow
 def test_resnet50_of_full_depth():
-    """53 batch norms amplify rounding: with only 2 channels, one unit in the last place of the image
-    changes the plain gradients by more than the tolerance. 16 channels are enough.
+    """53 batch norms amplify rounding: with only 2 channels, one unit in the last place of the
+    image changes the plain gradients by more than the tolerance. 16 channels are enough.
     """
     model = make("resnet50", 5, width=16)
     args = normal(1, 2, 70, 65, 3), labels(2, classes=5)
