@@ -45,7 +45,7 @@ def multiply_adds(eqn: Equation, in_shapes: Sequence[Shape], out_shapes: Sequenc
     """Multiply-adds of convolutions and contractions; 0 of anything else."""
     name = eqn.primitive.name
     if name in _CONTROL:
-        return _inner(eqn, lambda node, _: multiply_adds(node.equation, *_whole(node)))
+        return _inner(eqn, lambda node, _: whole_macs(node))
     if name == "conv_general_dilated":
         kernel = [eqn.in_avals[1].shape[d] for d in eqn.params["dimension_numbers"].rhs_spec]
         inserted = math.prod(eqn.params["lhs_dilation"])
@@ -85,6 +85,11 @@ def flops(
 def whole_flops(node: Node, per_element: Mapping[Node, int]) -> int:
     """Operations of the untiled equation."""
     return flops(node, per_element, *_whole(node))
+
+
+def whole_macs(node: Node) -> int:
+    """Multiply-adds of the untiled equation."""
+    return multiply_adds(node.equation, *_whole(node))
 
 
 def _whole(node: Node) -> tuple[list[Shape], list[Shape]]:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from ._checkpoint import argument_names, inside
-from ._cost import MOVEMENT, fused, multiply_adds, whole_flops
+from ._cost import MOVEMENT, fused, whole_flops, whole_macs
 from ._graph import ALL_CALLS, build
 from ._rules import untiled
 from ._values import Graph, Node, Value
@@ -157,14 +157,7 @@ def _contract(graph: Graph) -> tuple[Operation, ...]:
             inputs=tuple(_tensor(v, _name(v, labels)) for v in read),
             outputs=tuple(_tensor(v, labels[end]) for v in end.outputs),
             flops=sum(whole_flops(n, costs) for n in inside),
-            macs=sum(
-                multiply_adds(
-                    n.equation,
-                    [a.shape for a in n.equation.in_avals],
-                    [a.shape for a in n.equation.out_avals],
-                )
-                for n in inside
-            ),
+            macs=sum(whole_macs(n) for n in inside),
         )
 
     return tuple(operation(end) for end in labels)

@@ -28,7 +28,6 @@ from ._tile import TilePlan, plan
 from ._values import Graph, Node, Value
 
 Grid = tuple[int, ...] | None
-
 """Tiles per tiled axis; None: not tiled and not recomputed, the equations run as plain JAX."""
 
 Tiles = Sequence[int] | Mapping[str | EllipsisType, Sequence[int] | None]

@@ -33,3 +33,13 @@ class Classifier(nnx.Module):
         x = checkpoint_name(nnx.relu(self.fc6(self.dropout(x))), "fc6")
         x = checkpoint_name(nnx.relu(self.fc7(self.dropout(x))), "fc7")
         return checkpoint_name(self.fc8(x).mean((1, 2)), "fc8")
+
+
+def check_labels(model: str, classifier: Classifier | None, labels: jax.Array | None) -> None:
+    """Raise an error if a loss lacks its labels, or has labels and no classifier to compare."""
+    if (classifier is None) != (labels is None):
+        raise ValueError(
+            f"{model} has no classifier, so its loss takes no labels: make it with `num_classes`"
+            if classifier is None
+            else f"{model} has a classifier, so its loss needs labels"
+        )

@@ -37,6 +37,6 @@ def create(name: str, *args: Any, **options: Any) -> nnx.Module:
     """
     if name not in _MODELS:
         near = difflib.get_close_matches(name, _MODELS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"there is no model {name!r}{hint} The models are {', '.join(_MODELS)}")
     return _MODELS[name](*args, **options)

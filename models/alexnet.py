@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtile import nn, ops
 
-from ._classifier import Classifier
+from ._classifier import Classifier, check_labels
 from ._sizes import check_image, check_size
 
 _WIDTHS = (1, 3, 6, 4, 4)
@@ -82,6 +82,7 @@ class AlexNet(nnx.Module):
 
     def loss(self, x: jax.Array, labels: jax.Array | None = None) -> jax.Array:
         """Half the sum of squares of `pool5`; with `num_classes`, the mean cross-entropy."""
+        check_labels("AlexNet", self.classifier, labels)
         return checkpoint_name(self._loss(self(x), labels), "loss")
 
     def _loss(self, y: jax.Array, labels: jax.Array | None) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtile import nn, ops
 
-from ._classifier import Classifier
+from ._classifier import Classifier, check_labels
 from ._sizes import check_image, check_size
 
 _BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
@@ -73,6 +73,7 @@ class VGG16(nnx.Module):
 
     def loss(self, x: jax.Array, labels: jax.Array | None = None) -> jax.Array:
         """The mean of `pool5`; with `num_classes`, the mean cross-entropy."""
+        check_labels("VGG16", self.classifier, labels)
         y = self(x)
         if self.classifier is None:
             loss = y.astype(jnp.promote_types(y.dtype, jnp.float32)).mean()

@@ -321,6 +321,8 @@ SMALL_UNET = functools.partial(make, "unet", channels=2, depth=2)
         (lambda: SMALL_UNET()(jnp.ones((1, 1, 52, 52))), "channels last"),
         (lambda: make("vgg16")(jnp.ones((1, 31, 32, 3))), "31 pixels.*fit are 32"),
         (lambda: make("alexnet")(jnp.ones((1, 67, 20, 3))), "20 pixels"),
+        (lambda: make("vgg16", width=1).loss(jnp.ones((1, 32, 32, 3)), 0), "takes no labels"),
+        (lambda: make("alexnet", 2, width=1).loss(jnp.ones((1, 224, 224, 3))), "needs labels"),
         (
             lambda: make("local_cnn", 12, channels=2, num_classes=2, kernels=(3, 3))(
                 jnp.ones((1, 12, 13, 1))
