@@ -1,11 +1,12 @@
 """Train convolutional networks on images larger than the accelerator's memory, exactly.
 
 `checkpoint` is to space what `jax.checkpoint` is to depth. Read the idea in file order: `_geometry`
-(intervals), `_rules` (what each primitive needs), `_values` and `_graph` (which dimensions are
-tiled), `_tile` (one tile), `_calls` (custom derivatives), `_regions` (where to cut), `_loop` (the
-loops and their derivative), `_checkpoint` (the public face), `_cost` and `_explain`, `_operations`
-and `_liveness` (work and live bytes of any function). `ops` are operations on arrays; `jaxtile.nn`,
-which imports Flax, has layers.
+(intervals), `_rules` (what each primitive needs), `_trace`, `_values` and `_graph` (which
+dimensions are tiled), `_tile` (one tile), `_calls` (custom derivatives), `_targets` and `_regions`
+(where to cut), `_recompute` and `_loop` (regions and their derivatives), `_checkpoint` (the public
+face), `_cost` and `_explain`, `_operations` and `_liveness` (work and live bytes of any function),
+`_outline` (what a planner sees). `ops` are operations on arrays; `jaxtile.nn`, which imports Flax,
+has layers.
 """
 
 from . import ops as ops
@@ -17,4 +18,7 @@ from ._liveness import replay as replay
 from ._operations import Operation as Operation
 from ._operations import Operations as Operations
 from ._operations import operations as operations
+from ._outline import Choice as Choice
+from ._outline import Outline as Outline
+from ._outline import outline as outline
 from ._version import __version__ as __version__

@@ -6,16 +6,17 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from ._checkpoint import trace
+from ._checkpoint import scheduled
 from ._cost import flops, fused, whole_flops
 from ._geometry import Window, partition
 from ._graph import Policy
-from ._regions import Region, Schedule, Target, Tiles
+from ._regions import Region, Schedule
 from ._rules import Windows
+from ._targets import WHOLE, Grid, Target, Tiles
 from ._tile import Instruction
 from ._values import Node, Value
 
@@ -41,7 +42,7 @@ class RegionReport:
     """One region: one loop over `tiles` tiles, run once forwards and once backwards."""
 
     index: int
-    grid: tuple[int, ...] | None
+    grid: tuple[int, ...] | Literal["whole"] | None
     tiles: int
     ops: dict[str, int]
     reads: tuple[ArrayUse, ...]
@@ -94,14 +95,14 @@ class Explanation:
 
     @property
     def tile_bytes(self) -> int:
-        return max((r.tile_bytes for r in self.regions if r.grid is not None), default=0)
+        return max((r.tile_bytes for r in self.regions), default=0)
 
     def __str__(self) -> str:
         lines = []
         for r in self.regions:
-            grid = "untiled" if r.grid is None else " x ".join(map(str, r.grid)) + " tiles"
             lines.append(
-                f"region {r.index}: {grid}; {', '.join(f'{n} {op}' for op, n in r.ops.items())}"
+                f"region {r.index}: {_grid(r.grid)}; "
+                + ", ".join(f"{n} {op}" for op, n in r.ops.items())
             )
             for verb, uses in (("reads", r.reads), ("writes", r.writes)):
                 for use in uses:
@@ -129,7 +130,7 @@ def explain(
     fun: Callable[..., Any],
     *args: Any,
     in_axes: Any,
-    tiles: Tiles,
+    tiles: Tiles = WHOLE,
     policy: Policy | None = None,
     **kwargs: Any,
 ) -> Explanation:
@@ -146,23 +147,25 @@ def explain(
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
     """
-    plan, _, _ = trace(fun, args, kwargs, in_axes, tiles, policy)
+    plan, _ = scheduled(fun, args, kwargs, in_axes, tiles, policy)
     return report(plan)
 
 
 def report(plan: Schedule) -> Explanation:
     costs = fused(plan.graph.nodes)
     regions = tuple(_region(r, costs) for r in plan.regions)
-    global_flops = sum(whole_flops(n, costs) for n in plan.steps if isinstance(n, Node))
-    tiled = {n for r in plan.regions for n in r.nodes} | {
+    inside = {n for r in plan.regions for n in r.nodes} | {
         t.reduction for r in plan.regions for t in r.targets if t.reduction
     }
-    plain_flops = global_flops + sum(whole_flops(n, costs) for n in tiled)
+    outside = [n for n in plan.steps if isinstance(n, Node) and n not in inside]
+    global_flops = sum(whole_flops(n, costs) for n in outside)
+    plain_flops = global_flops + sum(whole_flops(n, costs) for n in inside)
     return Explanation(regions, plain_flops, global_flops)
 
 
 def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
-    nodes = [*region.nodes, *(t.reduction for t in region.targets if t.reduction)]
+    reductions = [t.reduction for t in region.targets if t.reduction]
+    nodes = list(dict.fromkeys([*region.nodes, *reductions]))
     plain = sum(whole_flops(n, costs) for n in nodes)
     windows = region.plan.windows if region.plan is not None else {}
     tile = 0
@@ -175,7 +178,7 @@ def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
         tile += sum(_reduced(t, windows, costs) for t in region.targets if t.reduction)
     return RegionReport(
         index=region.index,
-        grid=None if region.grid is None else tuple(region.grid.values()),
+        grid=tuple(region.grid.values()) if isinstance(region.grid, dict) else region.grid,
         tiles=region.tiles,
         ops=dict(Counter(n.equation.primitive.name for n in nodes)),
         reads=tuple(_read(v, region) for v in region.inputs),
@@ -219,7 +222,7 @@ def _local(value: Value, windows: dict[Value, Windows]) -> tuple[int, ...]:
 def _read(value: Value, region: Region) -> ArrayUse:
     array = value.array
     name = array.name or ("constant" if array.node is None else array.node.equation.primitive.name)
-    if region.plan is None or region.grid is None:
+    if region.plan is None or not isinstance(region.grid, dict):
         return _use(name, value, (), ())
     ordered = sorted(region.plan.windows[value].items(), key=lambda item: item[1].axis)
     sizes = tuple(w.size for _, w in ordered)
@@ -259,6 +262,12 @@ def _halo(demands: Sequence[Window], length: int, tiles: int) -> tuple[int, int]
     lo = np.min([np.broadcast_to(d.starts, own.starts.shape) for d in demands], axis=0)
     hi = np.max([np.broadcast_to(d.stops, own.starts.shape) for d in demands], axis=0)
     return int((own.starts - lo)[1:].min()), int((hi - own.stops)[:-1].min())
+
+
+def _grid(grid: Grid) -> str:
+    if not isinstance(grid, tuple):
+        return "untiled" if grid is None else "untiled, recomputed"
+    return " x ".join(map(str, grid)) + " tiles"
 
 
 def _window(use: ArrayUse) -> str:

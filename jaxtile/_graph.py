@@ -32,6 +32,8 @@ ALL_CALLS = _CALLS | dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call
 
 _IDENTITIES = ("optimization_barrier", "sharding_constraint", "device_put")
 
+SAVE, OFFLOAD, RECOMPUTE = "save", "offload", "recompute"
+
 Policy = Callable[..., Any]
 """As `jax.checkpoint` takes it."""
 
@@ -43,12 +45,14 @@ def build(
     policy: Policy | None = None,
     look_through: Mapping[str, str] = _CALLS,
     names: Sequence[str] | None = None,
+    store_mixed: bool = False,
 ) -> Graph:
     """The graph of a jaxpr whose arguments carry `in_axes`.
 
-    `look_through`: calls to inline, and where their jaxpr is.
+    `look_through`: calls to inline, and where their jaxpr is. `store_mixed`: what cannot be tiled
+    is no error; its operands are stored, and it runs once, untiled.
     """
-    builder = _Builder(policy, look_through)
+    builder = _Builder(policy, look_through, store_mixed)
     names = names or [None] * len(jaxpr.invars)
     arguments = [
         Value(var.aval, axes, name=name)
@@ -61,9 +65,10 @@ def build(
 
 
 class _Builder:
-    def __init__(self, policy: Policy | None, look_through: Mapping[str, str]):
+    def __init__(self, policy: Policy | None, look_through: Mapping[str, str], store_mixed: bool):
         self.policy = policy
         self.look_through = look_through
+        self.store_mixed = store_mixed
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
         self._promoted: dict[tuple[Value, Axes], Value] = {}
@@ -113,7 +118,7 @@ class _Builder:
         if name == "name" and inputs[0].available:
             # A name for an array that is held anyway stores nothing new; if the policy saves it, it
             # may be mixed freely.
-            inputs[0].array.stored |= self._saved(eqn)
+            self._store(inputs[0].array, self._decision(eqn))
             return inputs
         rule = rules.find(eqn.primitive)
         try:
@@ -122,6 +127,9 @@ class _Builder:
             in_axes, out_axes = rule.axes(equation)
             inputs = [self.promote(v, axes) for v, axes in zip(inputs, in_axes, strict=True)]
         except Mixes as refusal:
+            if self.store_mixed:
+                for value in inputs:
+                    value.array.stored |= value.tiled
             whole = [self._whole(v) for v in inputs]
             if any(v is None for v in whole):
                 raise refuse(equation, refusal) from None
@@ -135,9 +143,10 @@ class _Builder:
         reduction = rule.reduction(equation)
         outputs = self._add(equation, inputs, out_axes, reduction)
         whole_cotangent = rule.whole_cotangent(equation)
-        if whole_cotangent or self._saved(eqn):
-            for value in outputs:
-                value.stored, value.whole_cotangent = value.tiled, whole_cotangent
+        decision = self._decision(eqn)
+        for value in outputs:
+            value.whole_cotangent = whole_cotangent
+            self._store(value, SAVE if whole_cotangent and decision is RECOMPUTE else decision)
         if reduction is None and not any(v.tiled for v in outputs):
             # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an
             # array that is small.
@@ -161,20 +170,21 @@ class _Builder:
         self.nodes.append(node)
         return node.outputs
 
-    def _saved(self, eqn: Any) -> bool:
-        """Does the policy store this equation's outputs?"""
+    def _decision(self, eqn: Any) -> str:
+        """What the policy does with this equation's outputs."""
         if self.policy is None:
-            return False
+            return RECOMPUTE
         decision = self.policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
-        kind = type(decision).__name__
-        if kind == "Offloadable":
-            where = user_line(eqn.source_info, *self.calls[::-1])
-            raise TilingError(
-                f"`policy` offloads the output of `{eqn.primitive.name}` at {where}; offloading "
-                "is not supported yet. Use a policy that saves or recomputes, such as "
-                "`jax.checkpoint_policies.save_only_these_names`."
-            )
-        return decision if isinstance(decision, bool) else kind == "SaveableType"
+        if isinstance(decision, bool):
+            return SAVE if decision else RECOMPUTE
+        return {"Offloadable": OFFLOAD, "SaveableType": SAVE}.get(
+            type(decision).__name__, RECOMPUTE
+        )
+
+    @staticmethod
+    def _store(value: Value, decision: str) -> None:
+        value.stored |= value.tiled and decision is not RECOMPUTE
+        value.offloaded |= value.tiled and decision is OFFLOAD
 
     def promote(self, value: Value, axes: Axes) -> Value:
         """The same value, carrying more axes.

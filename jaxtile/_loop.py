@@ -11,21 +11,20 @@ cotangent of a stored array is a second array of its size.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from ._geometry import owned
-from ._regions import Region, Target, target_windows
+from ._recompute import fill_in, like, select, zero_cotangent
+from ._regions import Region, target_windows
 from ._rules import Windows
 from ._rules._reductions import accumulation_dtype, masked
+from ._targets import Target
 from ._tile import Column, Cut, lookup
 from ._values import Value
 
@@ -69,9 +68,6 @@ class Loop:
             if (n != w.size).any()
         ]
 
-    def __call__(self, inputs: Sequence[Array], globals_: Sequence[Array]) -> list[Array]:
-        return _run(self, list(inputs), list(globals_))
-
     def forward(self, inputs, globals_) -> tuple[list[Array], tuple]:
         targets = self.region.targets
         zeros = _zeros_after([*inputs, *globals_])
@@ -111,19 +107,19 @@ class Loop:
         kept = [s for t, s in zip(targets, states, strict=True) if t.reduction is not None]
         return results, (kept, remembered)
 
-    def backward(self, inputs, globals_, kept, remembered, cotangents, wanted):
-        """Cotangents of the wanted inputs and globals, None for the others."""
+    def backward(self, inputs, globals_, kept, cotangents, wanted):
+        kept, remembered = kept
         want_inputs, want_globals = wanted
         targets = self.region.targets
         zeros = _zeros_after([c for c in cotangents if c is not None])
         sums = [
             zeros(x.shape, self._sum_dtype(x, slots))
             for x, slots in zip(
-                _select(inputs, want_inputs), _select(self.input_slots, want_inputs), strict=True
+                select(inputs, want_inputs), select(self.input_slots, want_inputs), strict=True
             )
         ]
         totals = [
-            zeros(x.shape, accumulation_dtype(x.dtype)) for x in _select(globals_, want_globals)
+            zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, want_globals)
         ]
 
         def body(carry, xs):
@@ -132,19 +128,19 @@ class Loop:
 
             def tile(diff_windows, diff_globals):
                 return self._evaluate(
-                    _fill_in(windows, want_inputs, diff_windows),
-                    _fill_in(globals_, want_globals, diff_globals),
+                    fill_in(windows, want_inputs, diff_windows),
+                    fill_in(globals_, want_globals, diff_globals),
                     row,
                 )
 
             values, pull = jax.vjp(
-                tile, _select(windows, want_inputs), _select(globals_, want_globals)
+                tile, select(windows, want_inputs), select(globals_, want_globals)
             )
             shares = []
             for k, (target, operands) in enumerate(zip(targets, values, strict=True)):
                 mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
                 if cotangents[k] is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
-                    shares.append([_zero_cotangent(x) for x in operands])
+                    shares.append([zero_cotangent(x) for x in operands])
                     continue
                 own = self._owned(target, row)
                 share = [_window(cotangents[k], self.result_slots[k], row)]
@@ -156,7 +152,7 @@ class Loop:
                 shares.append([masked(x, mask, 0) for x, mask in zip(share, own, strict=True)])
             from_windows, from_globals = pull(shares)
             sums, totals = carry
-            slots = _select(self.input_slots, want_inputs)
+            slots = select(self.input_slots, want_inputs)
             sums = [
                 _add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)
             ]
@@ -164,7 +160,7 @@ class Loop:
             return (sums, totals), None
 
         (sums, totals), _ = lax.scan(body, (sums, totals), (jnp.asarray(self.rows), remembered))
-        return _like(inputs, want_inputs, sums), _like(globals_, want_globals, totals)
+        return like(inputs, want_inputs, sums), like(globals_, want_globals, totals)
 
     def _sum_dtype(self, x: Array, slots):
         """What many tiles read, not just neighbours, has a sum over tiles as its cotangent."""
@@ -203,52 +199,6 @@ def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
         return windows[0]
     by_axis = {w.axis: w for each in windows for w in each.values()}
     return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(loop: Loop, inputs: list[Array], globals_: list[Array]) -> list[Array]:
-    return loop.forward(inputs, globals_)[0]
-
-
-def _run_forward(loop: Loop, inputs, globals_):
-    values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
-    wanted = jax.tree.map(
-        lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact),
-        (inputs, globals_),
-        is_leaf=_is_primal,
-    )
-    results, (kept, remembered) = loop.forward(*values)
-    return results, (values, kept, remembered, _Static(wanted))
-
-
-def _run_backward(loop: Loop, residuals, cotangents):
-    (inputs, globals_), kept, remembered, wanted = residuals
-    cotangents = [None if isinstance(c, SymbolicZero) else c for c in cotangents]
-    return loop.backward(inputs, globals_, kept, remembered, cotangents, wanted.value)
-
-
-_run.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
-
-
-def _is_primal(x: Any) -> bool:
-    return hasattr(x, "perturbed")
-
-
-@jax.tree_util.register_static
-class _Static:
-    """A residual that is known while tracing."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def _key(self):
-        return str(self.value)
-
-    def __hash__(self):
-        return hash(self._key())
-
-    def __eq__(self, other):
-        return isinstance(other, _Static) and self._key() == other._key()
 
 
 def _zeros_after(arrays: Sequence[Array]) -> Callable[..., Array]:
@@ -291,26 +241,3 @@ def _write(x: Array, tile: Array, slots, row) -> Array:
 
 def _add(x: Array, tile: Array, slots, row) -> Array:
     return _write(x, _window(x, slots, row) + tile, slots, row)
-
-
-def _select(items, wanted):
-    return [x for x, w in zip(items, wanted, strict=True) if w]
-
-
-def _like(items, wanted, cotangents):
-    """Cotangents in the types of the items, None where none is wanted."""
-    cotangents = iter(cotangents)
-    return [
-        next(cotangents).astype(x.dtype) if w else None for x, w in zip(items, wanted, strict=True)
-    ]
-
-
-def _fill_in(items, wanted, replacements):
-    replacements = iter(replacements)
-    return [next(replacements) if w else x for x, w in zip(items, wanted, strict=True)]
-
-
-def _zero_cotangent(value: Array):
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.zeros_like(value)
-    return np.zeros(value.shape, jax.dtypes.float0)

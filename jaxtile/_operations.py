@@ -17,10 +17,10 @@ from typing import Any
 
 import jax
 
-from ._checkpoint import argument_names, inside
 from ._cost import MOVEMENT, fused, whole_flops, whole_macs
 from ._graph import ALL_CALLS, build
 from ._rules import untiled
+from ._trace import argument_names, inside
 from ._values import Graph, Node, Value
 
 
@@ -129,25 +129,31 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Operations
     in_axes = [untiled(v.aval) for v in closed.jaxpr.invars]
     names = argument_names(fun, args, kwargs)
     graph = build(closed.jaxpr, closed.consts, in_axes, look_through=ALL_CALLS, names=names)
-    return Operations(
-        tuple(_tensor(v, v.name or "argument") for v in graph.inputs), _contract(graph)
-    )
+    return contract(graph)[0]
 
 
-def _contract(graph: Graph) -> tuple[Operation, ...]:
-    ends = _ends(graph)
-    members: dict[Node, list[Node]] = {end: [] for end in ends.values()}
-    for node, end in ends.items():
-        members[end].append(node)
+def contract(
+    graph: Graph, worth: Callable[[Node], bool] = lambda node: False
+) -> tuple[Operations, dict[Node, list[Node]]]:
+    """The operations of a graph; and, by the last equation of each, its equations in order.
+
+    `worth`: does this equation end an operation, although it is not named?
+    """
+    ends = _ends(graph, worth)
     order = {node: i for i, node in enumerate(graph.nodes)}
+    members: dict[Node, list[Node]] = {
+        end: [] for end in sorted(set(ends.values()), key=order.__getitem__)
+    }
+    for node in sorted(ends, key=order.__getitem__):
+        members[ends[node]].append(node)
     costs = fused(graph.nodes)
-    labels = _labels(sorted(members, key=order.__getitem__))
+    labels = _labels(members)
 
     def operation(end: Node) -> Operation:
         inside = set(members[end])
         read = dict.fromkeys(
             v.array
-            for n in sorted(inside, key=order.__getitem__)
+            for n in members[end]
             for v in n.inputs
             if v.array.node not in inside and not _literal(v.array)
         )
@@ -160,10 +166,11 @@ def _contract(graph: Graph) -> tuple[Operation, ...]:
             macs=sum(whole_macs(n) for n in inside),
         )
 
-    return tuple(operation(end) for end in labels)
+    arguments = tuple(_tensor(v, v.name or "argument") for v in graph.inputs)
+    return Operations(arguments, tuple(operation(end) for end in labels)), members
 
 
-def _ends(graph: Graph) -> dict[Node, Node]:
+def _ends(graph: Graph, worth: Callable[[Node], bool]) -> dict[Node, Node]:
     """For each equation that matters, the last equation of the operation that it is part of."""
     readers: dict[Node, set[Node]] = {}
     ends: dict[Node, Node] = {}
@@ -173,7 +180,8 @@ def _ends(graph: Graph) -> dict[Node, Node]:
         if node not in outputs and not reading and not node.equation.effects:
             continue
         named = node.equation.primitive.name == "name"
-        ends[node] = node if named or node in outputs or len(reading) != 1 else next(iter(reading))
+        ends_here = named or node in outputs or len(reading) != 1 or worth(node)
+        ends[node] = node if ends_here else next(iter(reading))
         for value in node.inputs:
             if value.array.node is not None:
                 readers.setdefault(value.array.node, set()).add(ends[node])

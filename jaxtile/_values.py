@@ -32,6 +32,8 @@ class Value:
     base: Value | None = None
     known: Any = None
     stored: bool = False
+    offloaded: bool = False
+    """Stored in host memory, from the forward to the backward pass."""
     is_output: bool = False
     whole_cotangent: bool = False
     """Its backward rule must see the whole cotangent of each element, once."""

@@ -1,5 +1,11 @@
 """What to store, recompute or offload: decisions on top of `jaxtile`."""
 
+from ._bytes import format_bytes as format_bytes
+from ._bytes import parse_bytes as parse_bytes
+from ._catalogue import names as names
+from ._catalogue import resolve as resolve
+from ._costs import Costs as Costs
+from ._costs import costs as costs
 from ._frameworks import chainer as chainer
 from ._frameworks import retained as retained
 from ._frameworks import tensorflow as tensorflow

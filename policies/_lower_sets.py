@@ -20,6 +20,7 @@ ancestor sets of single values it is approximate and fast.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -75,10 +76,12 @@ class ForwardGraph:
         return read
 
 
-def lower_sets(graph: ForwardGraph) -> list[int]:
-    """All lower sets, smallest first."""
+def lower_sets(graph: ForwardGraph, most: int | None = None) -> list[int] | None:
+    """All lower sets, smallest first; None if there are more than `most`."""
     found, layer = [0], [0]
     while layer:
+        if most is not None and len(found) > most:
+            return None
         layer = sorted(
             {
                 low | 1 << v
@@ -135,6 +138,28 @@ def cheapest_within(graph: ForwardGraph, family: Sequence[int], budget: int) -> 
         return (state[0] + kept, state[1] + work) if state[0] + peak <= budget else None
 
     return _search(graph, family, (0, 0), extend, lambda state: state[1])
+
+
+def square_root(graph: ForwardGraph) -> Chain:
+    """Chen, Xu, Zhang, Guestrin: "Training Deep Nets with Sublinear Memory Cost" (2016).
+
+    Cuts are possible where one value carries everything on; with n such places, the values are cut
+    into about sqrt(n) stages of equal bytes.
+    """
+    family = [
+        low
+        for low in ancestor_sets(graph)
+        if low and (graph.boundary(low).bit_count() == 1 or low == graph.everything)
+    ]
+    share = graph.total(graph.bytes, graph.everything) / max(1, math.isqrt(len(family)))
+    chain: list[int] = []
+    before = 0
+    for low in family:
+        last = low == graph.everything
+        if last or (not before & ~low and graph.total(graph.bytes, low & ~before) >= share):
+            chain.append(low)
+            before = low
+    return _measured(graph, tuple(chain))
 
 
 def _search(

@@ -7,6 +7,7 @@ A network is drawn as a list of plain tuples, so that a failing one can be read 
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import jax
@@ -242,9 +243,37 @@ def networks(draw) -> Network:
     stored = sorted({u.name for u in uses if u.name.startswith("layer")})
     if stored and draw(st.booleans()):
         chosen = draw(st.sets(st.sampled_from(stored), max_size=3))
-        tiles = {name: draw(st.none() | grids) for name in sorted(chosen)}
-        tiles[...] = draw(st.none() | grids)
+        any_grid = st.none() | st.just("whole") | grids
+        tiles = {name: draw(any_grid) for name in sorted(chosen)}
+        tiles[...] = draw(any_grid)
+    if draw(st.integers(0, 3)) == 0:
+        return dataclasses.replace(
+            network, tiles="whole", policy=RandomPolicy(draw(st.integers(0, 999)))
+        )
     return dataclasses.replace(network, tiles=tiles)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomPolicy:
+    """Sees the whole graph, and decides about every result by chance."""
+
+    seed: int
+
+    def choose(self, outline: jaxtile.Outline) -> dict:
+        chance = random.Random(self.seed)
+        share = chance.random()
+
+        def choice(lengths) -> jaxtile.Choice:
+            grid = tuple(chance.randint(1, max(1, min(5, n))) for n in lengths)
+            return jaxtile.Choice(chance.choice([None, "whole", grid, grid]), chance.random() < 0.2)
+
+        smallest = [
+            min(n) for n in zip(*(p.lengths for p in outline.parts if p.tiled), strict=True)
+        ]
+        choices = {
+            p.name: choice(p.lengths) for p in outline.parts if p.tiled and chance.random() < share
+        }
+        return choices | {...: choice(smallest or (1, 1))}
 
 
 def _uses(network: Network):

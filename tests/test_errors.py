@@ -122,18 +122,6 @@ def test_mismatched_sizes():
     )
 
 
-def test_offloading_is_refused_for_now():
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["x"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    refused(
-        lambda w, x: checkpoint_name(conv(x, w), "x"), "offload", "not supported", policy=policy
-    )
-
-
 def test_not_a_function():
     with pytest.raises(TilingError, match="callable"):
         jaxtile.checkpoint(3, in_axes=((1, 2),), tiles=(2, 2))

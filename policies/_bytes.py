@@ -1,0 +1,44 @@
+"""Amounts of memory as people write them: `2GiB`, `500 MB`, `1.5e9`."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}ib": 1024**i for i, p in enumerate("kmgt", start=1)},
+}
+
+
+def parse_bytes(amount: int | float | str) -> int:
+    """A number of bytes.
+
+    >>> parse_bytes("2GiB"), parse_bytes("1.5 GB"), parse_bytes(4096)
+    (2147483648, 1500000000, 4096)
+    """
+    if isinstance(amount, str):
+        found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", amount.lower())
+        if found is None or found[2] not in _UNITS:
+            raise ValueError(
+                f"{amount!r} is not an amount of memory: write a number and a unit (B, kB, MB, GB, "
+                "TB, or KiB, MiB, GiB, TiB), as '2GiB'"
+            )
+        amount = float(found[1]) * _UNITS[found[2]]
+    if not amount > 0:
+        raise ValueError(f"an amount of memory (={amount!r}) must be positive")
+    return int(amount)
+
+
+def format_bytes(n: float) -> str:
+    """With three digits.
+
+    >>> format_bytes(6_558_696_448)
+    '6.11 GiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(n) < 1024:
+            return f"{n:.0f} B" if unit == "B" else f"{n:.3g} {unit}"
+        n /= 1024
+    return f"{n:.3g} TiB"

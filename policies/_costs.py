@@ -1,0 +1,116 @@
+"""What an operation costs on a device: a small table, measured.
+
+An operation takes as long as its arithmetic or as its memory traffic, whichever is longer, and at
+least as long as it takes to start it. `python -m experiments.calibrate` measures the table on the
+device at hand and saves it; the built-in ones serve where none was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+
+from jaxtile import Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Rates of one device."""
+
+    device: str
+    flops: Mapping[str, float]
+    """Operations per second of convolutions and contractions, by type."""
+    bandwidth: float
+    """Bytes per second of device memory."""
+    host_bandwidth: float | None
+    """Bytes per second between device and host; None: there is no separate host memory."""
+    start: float
+    """Seconds to start one operation."""
+    loop: float
+    """Seconds that a tile loop takes per tile, besides its operations."""
+    tile: float
+    """Time of an operation in a tile, relative to the same positions untiled."""
+    backward: Mapping[str, float]
+    """Time of the gradient relative to the operation, by kind; `...` is written `other`."""
+
+    def seconds(self, operation: Operation) -> float:
+        """Time of the forward operation."""
+        dtype = operation.output.dtype
+        rate = self.flops.get(dtype, self.flops["float32"])
+        arithmetic = 2 * operation.macs / rate
+        return max(arithmetic, operation.traffic / self.bandwidth, self.start)
+
+    def gradient(self, operation: Operation) -> float:
+        """Time of its gradient."""
+        factor = self.backward.get(operation.kind, self.backward["other"])
+        return factor * self.seconds(operation)
+
+    def save(self, path: str | os.PathLike) -> None:
+        path = pathlib.Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Costs:
+        try:
+            return cls(**json.loads(pathlib.Path(path).read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a table of costs ({error}); measure one with "
+                "`python -m experiments.calibrate`"
+            ) from error
+
+
+BUILT_IN = {
+    "cpu": Costs(
+        device="cpu",
+        flops={"float32": 6e10, "float64": 3e10, "bfloat16": 2e10},
+        bandwidth=1e10,
+        host_bandwidth=None,
+        start=2e-5,
+        loop=2e-5,
+        tile=1.1,
+        backward={"convolution": 2.2, "contraction": 2.0, "max_pool": 3.0, "other": 1.5},
+    ),
+    "gpu": Costs(
+        device="gpu",
+        flops={"float32": 2e14, "float64": 3e13, "bfloat16": 4e14, "float16": 4e14},
+        bandwidth=3e12,
+        host_bandwidth=4e10,
+        start=5e-6,
+        loop=2e-5,
+        tile=1.1,
+        backward={"convolution": 2.2, "contraction": 2.0, "max_pool": 3.0, "other": 1.5},
+    ),
+}
+
+
+def measured_path(device: str | None = None) -> pathlib.Path:
+    """Where the measured table of a device is kept; `JAXTILE_COSTS` names another file."""
+    if "JAXTILE_COSTS" in os.environ:
+        return pathlib.Path(os.environ["JAXTILE_COSTS"])
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+    name = re.sub(r"[^a-z0-9]+", "-", (device or jax.devices()[0].device_kind).lower()).strip("-")
+    return cache / "jaxtile" / f"costs-{name}.json"
+
+
+def costs() -> Costs:
+    """The table of the default device: measured if there is one, else built in."""
+    path = measured_path()
+    if path.exists() or "JAXTILE_COSTS" in os.environ:
+        return Costs.load(path)
+    return BUILT_IN["cpu" if jax.default_backend() == "cpu" else "gpu"]
+
+
+def has_host_memory() -> bool:
+    """Is host memory apart from device memory?"""
+    return jax.default_backend() != "cpu" and np.any(
+        [m.kind == "pinned_host" for m in jax.devices()[0].addressable_memories()]
+    )

@@ -1,0 +1,97 @@
+"""Regions that are recomputed whole, and values that wait in host memory."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+
+from .support import assert_same, conv, normal
+
+IMAGE = normal(0, 2, 13, 11, 3)
+WEIGHTS = [normal(i, 3, 3, 3, 3) for i in range(1, 5)]
+AXES = (None, (1, 2))
+
+
+def network(weights, x):
+    """Convolutions and batch norms, with the statistics as outputs too."""
+    means = []
+    for i, w in enumerate(weights):
+        x = checkpoint_name(conv(x, w), f"conv{i}")
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        means.append(mean)
+        x = checkpoint_name(jax.nn.relu((x - mean) / jnp.sqrt(var + 1e-3)), f"relu{i}")
+    return jnp.sum(jnp.sin(x) ** 2), means
+
+
+def saved(*names: str):
+    return jax.checkpoint_policies.save_only_these_names(*names)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        "whole",
+        {"relu1": "whole", ...: (3, 2)},
+        {"relu1": (3, 2), ...: "whole"},
+        {"relu1": "whole", ...: None},
+        {"relu1": None, ...: "whole"},
+        {"conv2": (2, 2), "relu1": "whole", ...: "whole"},
+        {"conv2": "whole", "relu1": (2, 3), ...: (2, 2)},
+    ],
+)
+def test_mixed_with_tiles(tiles):
+    names = ["relu1", *(k for k in tiles if isinstance(tiles, dict) and k is not ...)]
+    assert_same(network, WEIGHTS, IMAGE, in_axes=AXES, tiles=tiles, policy=saved(*names))
+
+
+def test_norms_are_not_cuts():
+    explained = jaxtile.explain(network, WEIGHTS, IMAGE, in_axes=AXES, policy=saved("relu1"))
+    assert [r.grid for r in explained.regions] == ["whole", "whole"]
+    assert [r.ops["conv_general_dilated"] for r in explained.regions] == [2, 2]
+    # One more forward pass, but for a few operations on single numbers outside all regions.
+    assert explained.overhead == pytest.approx(4 / 3, rel=1e-4)
+
+
+def test_a_reduction_takes_the_grid_of_the_value_it_belongs_to():
+    tiles = {"relu1": (4, 4), ...: (2, 2)}
+    explained = jaxtile.explain(
+        network, WEIGHTS, IMAGE, in_axes=AXES, tiles=tiles, policy=saved("relu1")
+    )
+    grids = [r.grid for r in explained.regions]
+    assert grids[0] == (4, 4)
+    assert grids[-1] == (2, 2)
+    assert grids == sorted(grids, reverse=True)
+
+
+def offloaded(*names: str):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["conv2"],
+        names_which_can_be_offloaded=list(names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+@pytest.mark.parametrize("tiles", ["whole", (3, 2), {"relu1": (3, 2), ...: "whole"}])
+def test_offloaded(tiles):
+    assert_same(network, WEIGHTS, IMAGE, in_axes=AXES, tiles=tiles, policy=offloaded("relu1"))
+    tiled = jaxtile.checkpoint(network, in_axes=AXES, tiles=tiles, policy=offloaded("relu1"))
+    traced = str(jax.make_jaxpr(jax.grad(lambda w: tiled(w, IMAGE)[0]))(WEIGHTS))
+    assert "Host" in traced
+    assert "Device" in traced
+
+
+def test_recomputation_survives_compilation():
+    """As many convolutions as JAX's own checkpoint compiles to; on a CPU with jax before 0.12, XLA
+    removes the barriers of both.
+    """
+
+    def convolutions(fun):
+        step = jax.jit(jax.grad(lambda w: fun(w, IMAGE)[0]))
+        return step.lower(WEIGHTS).compile().as_text().count(" convolution(")
+
+    ours = jaxtile.checkpoint(network, in_axes=AXES, policy=saved("relu1"))
+    theirs = jax.checkpoint(network, policy=saved("relu1"))
+    assert convolutions(ours) == convolutions(theirs)
