@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
-from flax import nnx
 
 import jaxtile
 import models
 
 from .measure import measure
+from .problems import problem, shape_of
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
 _SIZE = flags.DEFINE_integer("size", None, "height and width; by default the reference's")
@@ -52,17 +52,6 @@ class Schedule:
         if self.tiles is None:
             return jax.checkpoint(loss, policy=policy)
         return jaxtile.checkpoint(loss, in_axes=in_axes, tiles=self.tiles, policy=policy)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A model at its reference size, and schedules for it."""
-
-    shape: tuple[int, ...]
-    classes: int | None
-    """None: the loss takes no labels."""
-    schedules: Callable[[tuple[int, ...]], Mapping[str, Schedule]]
-    batch_is_tiled: bool = False
 
 
 def _vgg16(shape: tuple[int, ...]) -> dict[str, Schedule]:
@@ -135,20 +124,21 @@ def _local_cnn(_: tuple[int, ...]) -> dict[str, Schedule]:
     }
 
 
-_CASES = {
-    "vgg16": Case((1, 4096, 4096, 3), None, _vgg16),
-    "unet": Case((8, 572, 572, 1), 2, _unet, batch_is_tiled=True),
-    "resnet50": Case((1, 4096, 4096, 3), 1000, _resnet50),
-    "alexnet": Case((128, 224, 224, 3), None, _alexnet, batch_is_tiled=True),
-    "local_cnn": Case((256, 41, 41, 1), 3034, _local_cnn),
+_SCHEDULES: Mapping[str, Callable[[tuple[int, ...]], dict[str, Schedule]]] = {
+    "vgg16": _vgg16,
+    "unet": _unet,
+    "resnet50": _resnet50,
+    "alexnet": _alexnet,
+    "local_cnn": _local_cnn,
 }
 
 
-def _case() -> tuple[Case, tuple[int, ...], dict[str, Schedule | None]]:
-    case = _CASES[_MODEL.value]
-    batch, size = _BATCH.value or case.shape[0], _SIZE.value or case.shape[1]
-    shape = (batch, size, size, case.shape[-1])
-    return case, shape, {PLAIN: None, **case.schedules(shape)}
+def _shape() -> tuple[int, ...]:
+    return shape_of(_MODEL.value, _BATCH.value, _SIZE.value)
+
+
+def _schedules() -> dict[str, Schedule | None]:
+    return {PLAIN: None, **_SCHEDULES[_MODEL.value](_shape())}
 
 
 def main(argv: list[str]) -> None:
@@ -156,7 +146,7 @@ def main(argv: list[str]) -> None:
     if _RUN.value:
         print(json.dumps(run(_RUN.value)))
         return
-    _, _, schedules = _case()
+    schedules = _schedules()
     chosen = [s for s in schedules if not _ONLY.value or any(word in s for word in _ONLY.value)]
     if not chosen:
         raise app.UsageError(f"--only={_ONLY.value} matches none of {', '.join(schedules)}")
@@ -226,28 +216,13 @@ def run(name: str) -> dict:
 
 def training_step(name: str) -> tuple[Any, ...]:
     """Loss, new statistics, and the gradient with respect to all weights; and its arguments."""
-    case, shape, schedules = _case()
+    schedules = _schedules()
     if name not in schedules:
         raise app.UsageError(f"--run={name} is none of {', '.join(schedules)}")
-    dtype = jnp.dtype(_DTYPE.value)
-    model = models.create(_MODEL.value, param_dtype=dtype, dtype=dtype, rngs=nnx.Rngs(0))
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, rest, *data):
-        merged = nnx.merge(graphdef, params, rest, copy=True)
-        return merged.loss(*data), nnx.state(merged, nnx.BatchStat)
-
-    image = jax.random.normal(jax.random.key(0), shape, dtype)
-    data, spatial = [image], (0, 1, 2) if case.batch_is_tiled else (1, 2)
-    axes: list[Any] = [spatial]
-    if case.classes is not None:
-        score = nnx.eval_shape(lambda model: model(image), model).shape
-        data.append(jax.random.randint(jax.random.key(1), score[:-1], 0, case.classes))
-        axes.append(spatial if len(score) == len(shape) else None)
+    found = problem(_MODEL.value, _shape(), jnp.dtype(_DTYPE.value))
     schedule = schedules[name]
-    if schedule is not None:
-        loss = schedule.apply(loss, (None, None, *axes))
-    return jax.value_and_grad(loss, has_aux=True), params, rest, *data
+    loss = found.loss if schedule is None else schedule.apply(found.loss, found.in_axes)
+    return jax.value_and_grad(loss, has_aux=True), *found.arguments
 
 
 if __name__ == "__main__":

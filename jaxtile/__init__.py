@@ -5,7 +5,9 @@
 dimensions are tiled), `_tile` (one tile), `_calls` (custom derivatives), `_targets` and `_regions`
 (where to cut), `_recompute` and `_loop` (regions and their derivatives), `_checkpoint` (the public
 face), `_cost` and `_explain`, `_operations` and `_liveness` (work and live bytes of any function),
-`_outline` (what a planner sees). `ops` are operations on arrays; `jaxtile.nn`, which imports Flax,
+`_outline` (what a planner sees); `_program`, `_buffers`, `_compiled` and `_memory` (predicted and
+true bytes).
+`ops` are operations on arrays; `jaxtile.nn`, which imports Flax,
 has layers.
 """
 
@@ -15,6 +17,9 @@ from ._errors import TilingError as TilingError
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 from ._liveness import replay as replay
+from ._memory import Memory as Memory
+from ._memory import memory as memory
+from ._memory import predict_memory as predict_memory
 from ._operations import Operation as Operation
 from ._operations import Operations as Operations
 from ._operations import operations as operations

@@ -12,7 +12,7 @@ cotangent of a stored array is a second array of its size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from ._geometry import owned
-from ._recompute import fill_in, like, select, zero_cotangent
+from ._recompute import fill_in, like, select, zero_cotangent, zeros_after
 from ._regions import Region, target_windows
 from ._rules import Windows
 from ._rules._reductions import accumulation_dtype, masked
@@ -70,7 +70,7 @@ class Loop:
 
     def forward(self, inputs, globals_) -> tuple[list[Array], tuple]:
         targets = self.region.targets
-        zeros = _zeros_after([*inputs, *globals_])
+        zeros = zeros_after([*inputs, *globals_])
         carry = [
             t.reduction.reduction.start()
             if t.reduction
@@ -111,7 +111,7 @@ class Loop:
         kept, remembered = kept
         want_inputs, want_globals = wanted
         targets = self.region.targets
-        zeros = _zeros_after([c for c in cotangents if c is not None])
+        zeros = zeros_after([c for c in cotangents if c is not None])
         sums = [
             zeros(x.shape, self._sum_dtype(x, slots))
             for x, slots in zip(
@@ -199,21 +199,6 @@ def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
         return windows[0]
     by_axis = {w.axis: w for each in windows for w in each.values()}
     return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
-
-
-def _zeros_after(arrays: Sequence[Array]) -> Callable[..., Array]:
-    """`jnp.zeros`, but made only once the first of these arrays exists.
-
-    Zeros depend on nothing, so XLA may allocate the accumulators of all loops before the first one
-    runs. These depend on an element `x`, through `x - x`, which the compiler cannot know to be 0:
-    it is NaN for an infinite `x`, and then not used.
-    """
-    for x in arrays:
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
-            element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-            zero = jnp.where(jnp.isfinite(element), element - element, 0)
-            return lambda shape, dtype: jnp.broadcast_to(zero.astype(dtype), shape)
-    return jnp.zeros
 
 
 def _at(slot, row):

@@ -13,6 +13,7 @@ for two sizes of tile in the middle of the array.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol
@@ -99,12 +100,14 @@ class Outline:
     """Operations whose results the function returns."""
     rank: int
     """Number of tiled axes."""
-    argument_bytes: int
-    output_bytes: int
+    traced: Traced = dataclasses.field(repr=False, compare=False)
+    """The function itself, for policies that compile it."""
 
-    def index(self, name: str) -> int:
-        self.operations[name]  # the error for an unknown name
-        return [p.name for p in self.parts].index(name)
+    @property
+    def fingerprint(self) -> str:
+        """The same for functions of the same operations and shapes."""
+        facts = [(p.name, p.operation.output, p.operation.flops, p.inputs) for p in self.parts]
+        return hashlib.sha256(repr((facts, self.rank)).encode()).hexdigest()[:16]
 
 
 def outline(fun: Callable[..., Any], *args: Any, in_axes: Any, **kwargs: Any) -> Outline:
@@ -133,8 +136,7 @@ def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
         parts,
         frozenset(index[v.array] for v in graph.outputs if v.array in index),
         rank,
-        sum(v.bytes for v in graph.inputs),
-        sum(v.bytes for v in {v.array for v in graph.outputs}),
+        traced,
     )
     names = [o.name for o in operations.operations]
     return found, {n: e.outputs[0] for n, e in zip(names, ends, strict=True)}, graph

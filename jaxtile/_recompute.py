@@ -7,7 +7,7 @@ An input that the policy offloads waits for that in host memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +21,9 @@ from ._tile import lookup
 from ._values import Value
 
 Array = jax.Array
+
+RECOMPUTED = "rematted_computation"
+"""What `jax.checkpoint` calls its recomputation in the names of operations, and so do we."""
 
 
 class Recomputed(Protocol):
@@ -96,9 +99,10 @@ class Whole:
                 fill_in(globals_, want_globals, some_globals),
             )
 
-        results, pull = jax.vjp(
-            evaluate, select(inputs, want_inputs), select(globals_, want_globals)
-        )
+        with jax.named_scope(RECOMPUTED):
+            results, pull = jax.vjp(
+                evaluate, select(inputs, want_inputs), select(globals_, want_globals)
+            )
         of_inputs, of_globals = pull(
             [
                 zero_cotangent(x) if c is None or c.dtype == jax.dtypes.float0 else c
@@ -134,8 +138,47 @@ def after(tree: Any, arrays: Sequence[Array]) -> Any:
     """The same values, but only once these arrays exist; the compiler cannot tell that they are the
     same, so it computes again what was computed from them.
     """
+    if _barriers_are_removed():
+        # An array may be a constant, and its zero too: add one of the values.
+        zeros = [_zero_of(arrays), _zero_of(jax.tree.leaves(tree))]
+        zero = sum(z.astype(jnp.float32) for z in zeros if z is not None)
+        return jax.tree.map(lambda x: _plus(x, zero), tree)
     tree, _ = lax.optimization_barrier((tree, list(arrays)))
     return tree
+
+
+def _barriers_are_removed() -> bool:
+    """Before jax 0.12, XLA drops optimization barriers on a CPU."""
+    return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
+
+
+def _plus(x: Array, zero: Any) -> Array:
+    return x + jnp.asarray(zero, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _zero_of(arrays: Sequence[Array]) -> Array | None:
+    """A zero that exists only once the first of these arrays does.
+
+    It is `x - x` of an element `x`, which the compiler cannot know to be 0: it is NaN for an
+    infinite `x`, and then not used.
+    """
+    for x in arrays:
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+            element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+            return jnp.where(jnp.isfinite(element), element - element, 0)
+    return None
+
+
+def zeros_after(arrays: Sequence[Array]) -> Callable[..., Array]:
+    """`jnp.zeros`, but made only once the first of these arrays exists.
+
+    Zeros depend on nothing, so XLA may allocate the accumulators of all loops before the first one
+    runs.
+    """
+    zero = _zero_of(arrays)
+    if zero is None:
+        return jnp.zeros
+    return lambda shape, dtype: jnp.broadcast_to(zero.astype(dtype), shape)
 
 
 def to_host(x: Array) -> Array:

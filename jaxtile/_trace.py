@@ -35,7 +35,7 @@ class Traced:
 
 def trace(fun, args, kwargs, in_axes) -> Traced:
     flat, in_tree = jax.tree.flatten((args, kwargs))
-    axes, rank = _flat_axes(in_axes, args, kwargs, flat)
+    axes, rank = flat_axes(in_axes, args, kwargs, flat)
 
     def flat_fun(*leaves):
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
@@ -82,7 +82,7 @@ def argument_names(fun, args, kwargs) -> list[str]:
     ]
 
 
-def _flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
+def flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
     """Per flat argument, the axis that each dimension carries; and the number of tiled axes."""
     per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
     if _is_axes(in_axes) and not per_argument:

@@ -24,6 +24,7 @@ graph.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -68,8 +69,9 @@ class Model:
         self.backward = np.array([costs.gradient(p.operation) for p in parts])
         self.held = np.array([p.held_bytes for p in parts], float)
         self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
+        # Of what is stored the cotangent is an array too; inside a stretch only of what is held.
         self.cotangent = np.array(
-            [p.bytes if p.tiled and p.differentiable and p.held_bytes else 0 for p in parts], float
+            [p.bytes if p.tiled and p.differentiable else 0 for p in parts], float
         )
         readers = [[k for k in range(self.n) if i in parts[k].inputs] for i in range(self.n)]
         for k in outline.outputs:
@@ -86,6 +88,10 @@ class Model:
                 for c in range(self.n + 1)
             ]
         )
+        unfused = self.cotangent * (self.held > 0)
+        crossing = [unfused * self.live(c) for c in range(self.n + 1)]
+        # While operation p is differentiated, the cotangents on both of its sides exist.
+        self.beside = np.array([np.maximum(a, b).sum() for a, b in itertools.pairwise(crossing)])
         self.grids = grids(outline)
 
     def live(self, cut: int) -> np.ndarray:
@@ -169,10 +175,9 @@ class Model:
         everything = [*again, *own]
         once = (self.forward + self.backward)[everything].sum() + self.forward[again].sum()
         alive = self.live(cut)
-        around = self.cotangent[alive].sum() + 2 * self.cotangent[everything].max(initial=0)
         if not isinstance(grid, tuple):
             redone = 0 if grid is KEEP else self.forward[own][~self._unread(cut)[own]].sum()
-            return once + redone, self.held[everything].sum() + around
+            return once + redone, (np.cumsum(self.held[everything]) + self.beside[everything]).max()
         parts = self.outline.parts
         lengths = np.array([p.lengths for p in parts], float)
         counts = np.array([grid], float)
@@ -191,16 +196,16 @@ class Model:
 
     def _plain(self, tables: Stretches) -> None:
         """Stretches that are kept, or recomputed whole."""
-        crossing = [self.cotangent * self.live(c) for c in range(self.n + 1)]
-        # While operation p is differentiated, the cotangents on both of its sides exist.
-        beside = np.array([np.maximum(crossing[p], crossing[p + 1]).sum() for p in range(self.n)])
         held = np.cumsum(self.held)
         for b, j in enumerate(tables.cuts[1:], start=1):
             starts = np.array(tables.cuts[:b])
             before = np.where(starts > 0, held[starts - 1], 0)
-            tables.peak[:2, :b, b] = _max_from(held + beside, starts, j) - before
+            alive = self.live(j)
+            inside = _max_from(held + self.beside, starts, j)
+            at_end = held[j - 1] + self.cotangent[alive].sum()
+            tables.peak[:2, :b, b] = np.maximum(inside, at_end) - before
             tables.added[0, :b, b] = _sum_from(self.held, starts, j)
-            tables.added[1, :b, b] = _sum_from(self.bytes * self.live(j), starts, j)
+            tables.added[1, :b, b] = _sum_from(self.bytes * alive, starts, j)
             once = _sum_from(self.forward + self.backward, starts, j)
             again = _sum_from(np.where(self._unread(j), 0, self.forward), starts, j)
             tables.seconds[0, :b, b] = once

@@ -82,8 +82,13 @@ def measured(tables: Stretches, stages: tuple[Stage, ...]) -> Solution:
 
 
 def _slot(tables: Stretches) -> float:
-    """Bytes per slot: exact for small numbers; independent of the budget."""
+    """Bytes per slot, independent of the budget: exact if all amounts have a common measure that is
+    not too small.
+    """
     everything = float(tables.added[0, 0, -1])
+    measure = int(np.gcd.reduce(tables.added.astype(np.int64), axis=None))
+    if measure and everything / measure <= SLOTS // 2:
+        return float(measure)
     return max(1.0, everything / (SLOTS // 2))
 
 

@@ -4,6 +4,7 @@ With `tiles=(rows, columns)` a layer runs tile by tile by itself; inside `jaxtil
 outer schedule wins.
 """
 
+from ._checkpoint import Pure as Pure
 from ._checkpoint import checkpoint as checkpoint
 from ._checkpoint import operations as operations
 from ._layers import BatchNorm as BatchNorm

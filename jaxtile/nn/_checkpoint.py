@@ -11,10 +11,11 @@ from flax import nnx
 
 from .. import _checkpoint, _operations
 from .._errors import TilingError
+from .._targets import WHOLE
 
 
 def checkpoint(
-    fun: Callable[..., Any], *, in_axes: Any, tiles: Any, policy: Any = None
+    fun: Callable[..., Any], *, in_axes: Any, tiles: Any = WHOLE, policy: Any = None
 ) -> Callable[..., Any]:
     """`jaxtile.checkpoint` of a function of NNX modules, as `nnx.remat` is of `jax.checkpoint`.
 
@@ -34,7 +35,7 @@ def checkpoint(
 
     @functools.wraps(fun)
     def tiled(*args: Any, **kwargs: Any) -> Any:
-        pure = _Pure(fun, args, kwargs)
+        pure = Pure(fun, args, kwargs)
         run = _checkpoint.checkpoint(pure, in_axes=in_axes, tiles=tiles, policy=policy)
         out, changed = run(*pure.args, **pure.kwargs)
         pure.update(changed)
@@ -53,11 +54,11 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> _operation
     >>> nn.operations(lambda model, x: model(x), model, jnp.ones((1, 16, 16, 3))).macs
     13824
     """
-    pure = _Pure(fun, args, kwargs)
+    pure = Pure(fun, args, kwargs)
     return _operations.operations(pure.outputs, *pure.args, **pure.kwargs)
 
 
-class _Pure:
+class Pure:
     """A function of modules as a function of their states.
 
     It returns what the function returns, and the leaves of the states that it changed.

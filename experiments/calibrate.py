@@ -1,0 +1,164 @@
+"""Measure what operations cost on this device, for the budget planner.
+
+    python -m experiments.calibrate            # about a minute; writes where the planner looks
+
+The table (`policies.Costs`) has: the rate of convolutions by type, the bandwidth of memory and to
+the host, the time to start an operation and an iteration of a loop, how much slower an operation is
+in a tile, and how much longer gradients take than operations.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+import jaxtile
+from policies import Costs
+from policies._costs import has_host_memory, measured_path
+
+from .measure import measure
+
+_OUTPUT = flags.DEFINE_string("output", None, "where to write; default: where the planner looks")
+_SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 1024, on a CPU 128")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "runs of each measurement; the fastest counts")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    found = calibrate(_SIZE.value or (128 if jax.default_backend() == "cpu" else 1024))
+    path = _OUTPUT.value or measured_path()
+    found.save(path)
+    print(f"| {found.device} | |\n|---|---|")
+    for dtype, rate in found.flops.items():
+        print(f"| convolution, {dtype} | {rate / 1e12:.3g} Tflop/s |")
+    print(f"| memory | {found.bandwidth / 1e9:.3g} GB/s |")
+    if found.host_bandwidth:
+        print(f"| to and from the host | {found.host_bandwidth / 1e9:.3g} GB/s |")
+    print(f"| start of an operation | {found.start * 1e6:.3g} us |")
+    print(f"| iteration of a loop | {found.loop * 1e6:.3g} us |")
+    print(f"| operation in a tile | {found.tile:.3g}x |")
+    for kind, factor in found.backward.items():
+        print(f"| gradient of {kind} | {factor:.3g}x |")
+    print(f"\nwritten to {path}")
+
+
+def calibrate(size: int) -> Costs:
+    return Costs(
+        device=jax.devices()[0].device_kind,
+        flops={d: _convolution_rate(size, d) for d in _types()},
+        bandwidth=_bandwidth(size),
+        host_bandwidth=_host_bandwidth(size) if has_host_memory() else None,
+        start=_start(),
+        loop=_loop(),
+        tile=_tile(size),
+        backward={
+            "convolution": _gradient(_stack, size),
+            "contraction": 2.0,
+            "max_pool": _gradient(_pools, size),
+            "other": _gradient(_activations, size),
+        },
+    )
+
+
+def seconds(fun, *args) -> float:
+    return measure(fun, *args, repeats=_REPEATS.value).seconds
+
+
+def _types() -> list[str]:
+    return ["float32", "bfloat16"] + (["float64"] if jax.config.jax_enable_x64 else [])
+
+
+def _image(size: int, dtype: str = "float32", channels: int = 64) -> jax.Array:
+    return jax.random.normal(jax.random.key(0), (1, size, size, channels), jnp.dtype(dtype))
+
+
+def _conv(x: jax.Array, w: jax.Array) -> jax.Array:
+    dimensions = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=dimensions)
+
+
+def _stack(x: jax.Array, w: jax.Array) -> jax.Array:
+    for _ in range(4):
+        x = jax.nn.relu(_conv(x, w))
+    return x
+
+
+def _pools(x: jax.Array, w: jax.Array) -> jax.Array:
+    x = x * w[0, 0, 0]
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def _activations(x: jax.Array, w: jax.Array) -> jax.Array:
+    for i in range(4):
+        x = jax.lax.optimization_barrier(jnp.tanh(x * w[0, 0, i]))
+    return x
+
+
+def _weights(channels: int = 64, dtype: str = "float32") -> jax.Array:
+    w = jax.random.normal(jax.random.key(1), (3, 3, channels, channels), jnp.dtype(dtype))
+    return w / (3 * channels**0.5)
+
+
+def _convolution_rate(size: int, dtype: str) -> float:
+    x, w = _image(size, dtype), _weights(dtype=dtype)
+    return 4 * 2 * x.size * 9 * x.shape[-1] / seconds(_stack, x, w)
+
+
+def _bandwidth(size: int) -> float:
+    x = _image(size)
+    return 2 * x.nbytes / seconds(lambda x: x * 1.5 + 1, x)
+
+
+def _host_bandwidth(size: int) -> float:
+    def there_and_back(x):
+        host = jax.device_put(x * 1.5, jax.memory.Space.Host)
+        return jax.device_put(jax.lax.optimization_barrier(host), jax.memory.Space.Device) + 1
+
+    x = _image(size)
+    return 2 * x.nbytes / seconds(there_and_back, x)
+
+
+def _start() -> float:
+    def chain(n: int, x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(n):
+            x = _conv(x, w)
+        return x
+
+    x, w = _image(8, channels=8), _weights(8)
+    short, long = (seconds(functools.partial(chain, n), x, w) for n in (4, 36))
+    return max(1e-7, (long - short) / 32)
+
+
+def _loop() -> float:
+    def loop(n: int, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (_conv(x, w), None), x, length=n)[0]
+
+    x, w = _image(8, channels=8), _weights(8)
+    short, long = (seconds(functools.partial(loop, n), x, w) for n in (4, 132))
+    return max(1e-7, (long - short) / 128 - _start())
+
+
+def _tile(size: int) -> float:
+    """A tiled step against the same step recomputed whole, by what each of them computes."""
+    x, w = _image(size), _weights()
+
+    def step(tiles):
+        tiled = jaxtile.checkpoint(_stack, in_axes=((1, 2), None), tiles=tiles)
+        work = jaxtile.explain(_stack, x, w, in_axes=((1, 2), None), tiles=tiles).step_flops
+        return seconds(jax.grad(lambda w: tiled(x, w).sum()), w) / work
+
+    return max(1.0, step((4, 4)) / step("whole"))
+
+
+def _gradient(fun, size: int) -> float:
+    x, w = _image(size), _weights()
+    forward = seconds(fun, x, w)
+    both = seconds(lambda x, w: jax.vjp(fun, x, w)[1](fun(x, w)), x, w)
+    return max(1.0, (both - forward) / forward)
+
+
+if __name__ == "__main__":
+    app.run(main)

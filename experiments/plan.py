@@ -1,0 +1,145 @@
+"""Plan a model for a budget of memory; or compare policies on the reference graph.
+
+    python -m experiments.plan --model=vgg16 --size=2048 --budget=1GiB --picture=plan.png
+    python -m experiments.plan --reference
+
+Nothing is run: plans are compiled, and the compiled bytes are read. `--reference` is the U-Net on a
+batch of 8 images of 572 x 572, float32; compile it on the device that is meant, bytes differ.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+import jaxtile
+import models
+import policies
+from policies import format_bytes
+from policies._lower_sets import (
+    Chain,
+    ForwardGraph,
+    ancestor_sets,
+    cheapest_within,
+    lower_sets,
+    smallest_budget,
+    square_root,
+)
+
+from .problems import Problem, problem, shape_of
+
+_MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
+_SIZE = flags.DEFINE_integer("size", None, "height and width; by default the reference's")
+_BATCH = flags.DEFINE_integer("batch", None, "images; by default the reference's")
+_DTYPE = flags.DEFINE_string("dtype", "float32", "type of weights and activations")
+_BUDGET = flags.DEFINE_string("budget", "2GiB", "bytes of the compiled step")
+_OFFLOAD = flags.DEFINE_bool("offload", False, "may results wait in host memory?")
+_SAVE = flags.DEFINE_string("save", None, "write the plan here, as JSON")
+_PICTURE = flags.DEFINE_string("picture", None, "draw it here (png, svg, pdf)")
+_REFERENCE = flags.DEFINE_bool("reference", False, "the table of policies on the reference graph")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if _REFERENCE.value:
+        print(reference())
+        return
+    shape = shape_of(_MODEL.value, _BATCH.value, _SIZE.value)
+    found = problem(_MODEL.value, shape, jnp.dtype(_DTYPE.value), abstract=True)
+    try:
+        plan = policies.plan(
+            found.loss,
+            *found.arguments,
+            in_axes=found.in_axes,
+            budget=_BUDGET.value,
+            offload=_OFFLOAD.value,
+        )
+    except policies.BudgetError as error:
+        sys.exit(str(error))
+    print(plan)
+    if _SAVE.value:
+        plan.save(_SAVE.value)
+    if _PICTURE.value:
+        plan.draw(_PICTURE.value)
+
+
+def reference(budgets: tuple[str, ...] = ("4GB", "2GB", "1GB", "0.5GB")) -> str:
+    """The table: policies on the U-Net, with the bytes of three memory models."""
+    found = problem("unet", shape_of("unet"), jnp.float32, abstract=True)
+    graph = ForwardGraph.of(jaxtile.operations(found.loss, *found.arguments))
+    outline = jaxtile.outline(found.loss, *found.arguments, in_axes=found.in_axes)
+    kept = sum(policies.retained(outline.operations).values())
+    plain = jaxtile.explain(
+        found.loss,
+        *found.arguments,
+        in_axes=found.in_axes,
+        policy=policies.resolve("store_all"),
+    )
+    lower = cheapest_within(graph, lower_sets(graph), 6_000_000_000)
+    rows = [
+        _row(found, plain, "store_all", "-"),
+        _row(found, plain, "retained", f"{kept:,} kept (Chainer's rule)"),
+        _row(found, plain, "sqrt", _paper(square_root(graph))),
+        _row(found, plain, "lower_sets:6GB", _paper(lower)),
+    ]
+    rows += [_budget_row(found, plain, b) for b in budgets]
+    exact, approximate = (
+        smallest_budget(graph, family(graph)).peak for family in (lower_sets, ancestor_sets)
+    )
+    return "\n".join(
+        [
+            "| policy | predicted bytes | compiled bytes | ratio | forward flops | other model |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            f"U-Net, batch 8, 572 x 572, float32; compiled for {jax.devices()[0].device_kind}, jax "
+            f"{jax.__version__}. Predicted and compiled: arguments, results and temporaries of one "
+            "step (loss and all gradients). Other model: what the framework keeps of the forward "
+            "pass, or the peak in the memory model of the lower-set paper, which counts "
+            "activations and their gradients only, and frees nothing within a stage.",
+            f"Smallest budget in the paper's model: {exact:,} bytes over all lower sets, "
+            f"{approximate:,} bytes over ancestor sets (the reference has 5,717 MB and 5,785 MB; "
+            "docs/decisions.md says why the first differs).",
+        ]
+    )
+
+
+def _paper(chain: Chain) -> str:
+    return f"{chain.peak:,} (lower-set paper)"
+
+
+def _row(found: Problem, plain: jaxtile.Explanation, text: str, other: str) -> str:
+    policy = policies.resolve(text)
+    tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=policy)
+    report = jaxtile.memory(jax.value_and_grad(tiled, has_aux=True), *found.arguments)
+    print(f"{text}: {format_bytes(report.compiled.bytes.total)}", file=sys.stderr, flush=True)
+    return _line(
+        found, plain, policy, text, report.predicted.bytes.total, report.compiled.bytes.total, other
+    )
+
+
+def _budget_row(found: Problem, plain: jaxtile.Explanation, budget: str) -> str:
+    try:
+        plan = policies.plan(found.loss, *found.arguments, in_axes=found.in_axes, budget=budget)
+    except policies.BudgetError as error:
+        return f"| budget:{budget} | does not fit | smallest: {error.smallest:,} | | | |"
+    return _line(
+        found, plain, plan, f"budget:{budget}", plan.predicted_bytes, plan.measured_bytes, "-"
+    )
+
+
+def _line(found, plain, policy, text, predicted: int, compiled: int, other: str) -> str:
+    explained = jaxtile.explain(found.loss, *found.arguments, in_axes=found.in_axes, policy=policy)
+    recomputed = sum(r.tiled_flops for r in explained.regions if r.grid is not None)
+    forward = (explained.forward_flops + recomputed) / plain.forward_flops
+    return (
+        f"| {text} | {predicted:,} | {compiled:,} | {predicted / compiled:.3f} | {forward:.2f}x | "
+        f"{other} |"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,256 @@
+"""The budget planner: kept, good, monotone, predicted, saved and drawn."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+import jaxtile.nn
+import models
+import policies
+from experiments.problems import problem, shape_of
+from policies._costs import BUILT_IN
+from policies._model import Model
+from policies._plan import default_step, portfolio
+from policies._solver import fastest, smallest
+
+from .support import assert_same, conv, normal
+from .test_solver import optimum
+
+AXES = (None, (1, 2))
+IMAGE = normal(0, 1, 64, 48, 4)
+WEIGHTS = [normal(i, 3, 3, 4, 4) / 6 for i in range(1, 6)]
+
+
+def network(weights, x):
+    skip = x
+    for i, w in enumerate(weights):
+        x = checkpoint_name(jnp.tanh(conv(x, w)), f"layer{i}")
+        x = x + skip if i == 3 else x
+    return jnp.mean(x**2)
+
+
+def normed(weights, x):
+    """Without names, with batch norms."""
+    for w in weights[:3]:
+        x = conv(x, w)
+        mean, var = x.mean((0, 1, 2)), x.var((0, 1, 2))
+        x = jax.nn.relu((x - mean) / jnp.sqrt(var + 1e-3))
+    return jnp.mean(x**2)
+
+
+def compiled_bytes(fun, args=(WEIGHTS, IMAGE)) -> int:
+    found = jaxtile.memory(default_step(args, AXES)(fun), *jax.eval_shape(lambda: args))
+    return found.compiled.bytes.total
+
+
+def plan(fun=network, budget="1MiB", **kwargs) -> policies.Plan:
+    return policies.plan(
+        fun, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lambda line: None, **kwargs
+    )
+
+
+@pytest.mark.parametrize("fun", [network, normed])
+@pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
+def test_the_budget_is_kept_and_the_result_exact(fun, share):
+    budget = int(share * compiled_bytes(fun))
+    found = plan(fun, budget)
+    tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=found)
+    assert found.measured_bytes == compiled_bytes(tiled) <= budget
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=AXES, tiles="whole", policy=found)
+
+
+def test_a_large_budget_gives_plain_jax():
+    found = plan(budget="1GiB")
+    assert [s.grid for s in found.stages] == [None]
+    assert found.seconds == found.plain_seconds
+
+
+def test_too_small_a_budget_names_the_smallest_that_works():
+    with pytest.raises(policies.BudgetError, match="smallest budget that works") as raised:
+        plan(budget="10kB")
+    least = raised.value.smallest
+    assert f"{least:,}" in str(raised.value)
+    assert plan(budget=least).measured_bytes <= least
+    with pytest.raises(policies.BudgetError):
+        plan(budget=least - 1000)
+
+
+def test_progress_is_told():
+    lines = []
+    policies.plan(network, WEIGHTS, IMAGE, in_axes=AXES, budget="1MiB", progress=lines.append)
+    assert "predicted; solved in" in lines[0]
+    assert "compiled in" in lines[1]
+
+
+def test_by_name():
+    """`budget:` compiles when it is applied, and keeps its promise too."""
+    budget = int(0.5 * compiled_bytes(network))
+    policy = policies.resolve(f"budget:{budget}")
+    tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=policy)
+    assert compiled_bytes(tiled) <= budget
+
+
+def test_the_step_that_counts_is_the_users():
+    """A step that donates its weights, and has a momentum."""
+
+    def step_of(tiled):
+        def step(weights, momentum, x):
+            grads = jax.grad(tiled)(weights, x)
+            momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, grads)
+            return jax.tree.map(lambda w, m: w - 0.1 * m, weights, momentum), momentum
+
+        return jax.jit(step, donate_argnums=(0, 1))
+
+    args = (WEIGHTS, WEIGHTS, IMAGE)
+    found = plan(budget="400kB", step=step_of, step_args=args)
+    tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=found)
+    sizes = step_of(tiled).lower(*args).compile().memory_analysis()
+    total = sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes
+    assert sizes.alias_size_in_bytes > 0
+    assert found.measured_bytes == total - sizes.alias_size_in_bytes <= 400_000
+
+
+def test_modules():
+    model = models.UNet(channels=(4, 8), dropout=0.0, rngs=nnx.Rngs(0))
+    image = jax.random.normal(jax.random.key(0), (1, 36, 36, 1))
+    labels = jnp.zeros((1, 20, 20), jnp.int32)
+
+    def loss(model, image, labels):
+        return model.loss(image, labels)
+
+    axes = (None, (1, 2), (1, 2))
+    found = policies.plan(
+        loss, model, image, labels, in_axes=axes, budget="300kB", progress=lambda line: None
+    )
+    tiled = jaxtile.nn.checkpoint(loss, in_axes=axes, policy=found)
+    plain = nnx.value_and_grad(loss)(model, image, labels)
+    got = nnx.value_and_grad(tiled)(model, image, labels)
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-5), got, plain))
+
+
+def test_saved_and_loaded(tmp_path):
+    found = plan()
+    found.save(tmp_path / "plan.json")
+    assert policies.Plan.load(tmp_path / "plan.json") == found
+    (tmp_path / "broken.json").write_text('{"jaxtile": "plan", "version": 1}')
+    with pytest.raises(ValueError, match=r"broken.json is not a plan"):
+        policies.Plan.load(tmp_path / "broken.json")
+
+
+def test_a_plan_for_another_size_is_refused():
+    tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=plan())
+    with pytest.raises(ValueError, match="made for another function, or for other shapes"):
+        tiled(WEIGHTS, normal(0, 1, 32, 48, 4))
+
+
+def test_drawn(tmp_path):
+    plan().draw(tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text()
+    assert picture.startswith("<?xml")
+    assert len(picture) > 5000
+
+
+def test_explained():
+    found = plan(budget=int(0.5 * compiled_bytes(network)))
+    text = found.explain()
+    assert f"{found.seconds / found.plain_seconds:.2f}x plain" in text
+    assert "tiles" in text
+    assert all(name in text for s in found.stages for name in s.stored[:4])
+    assert str(found) == text
+
+
+CASES = {
+    "unet": None,
+    "vgg16": 1024,
+    "resnet50": 512,
+    "alexnet": None,
+    "local_cnn": None,
+}
+
+
+@functools.cache
+def reference(name: str):
+    return problem(name, shape_of(name, size=CASES[name]), jnp.float32, abstract=True)
+
+
+@functools.cache
+def reference_model(name: str) -> Model:
+    found = reference(name)
+    outline = jaxtile.outline(found.loss, *found.arguments, in_axes=found.in_axes)
+    return Model(outline, BUILT_IN["gpu"], offload=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_never_slower_than_the_catalogue_and_monotone(name):
+    """By its own cost model, at the same bytes."""
+    model = reference_model(name)
+    tables = model.stretches()
+    texts = ["store_all", *portfolio(model), "lower_sets:40GB"]
+    estimates = {t: model.estimate(policies.resolve(t).choose(model.outline)) for t in texts}
+    best = {}
+    for text, estimate in sorted(estimates.items(), key=lambda item: item[1].peak):
+        solution = fastest(tables, estimate.peak)
+        rivals = [e.seconds for e in estimates.values() if e.peak <= estimate.peak]
+        best[text] = min([*rivals, *([solution.seconds] if solution else [])])
+        assert best[text] <= estimate.seconds
+    times = list(best.values())
+    assert times == sorted(times, reverse=True)
+
+
+def test_against_an_integer_programme_on_a_graph():
+    def small(weights, x):
+        return network(weights[:3], x)
+
+    outline = jaxtile.outline(small, WEIGHTS, IMAGE, in_axes=AXES)
+    tables = Model(outline, BUILT_IN["gpu"], offload=True).stretches()
+    lowest, highest = smallest(tables).peak, tables.peak[0, 0, -1]
+    for i in range(8):
+        budget = lowest + (highest - lowest) * i / 7
+        assert fastest(tables, budget).seconds == pytest.approx(optimum(tables, budget))
+
+
+@pytest.mark.parametrize("name", ["unet", "vgg16", "alexnet", "local_cnn"])
+def test_prediction_on_the_reference_models(name):
+    """Within 10 % of what the compiler says."""
+    found = reference(name)
+    budget = 0.5 * _plain_bytes(name)
+    chosen = policies.plan(
+        found.loss,
+        *found.arguments,
+        in_axes=found.in_axes,
+        budget=budget,
+        progress=lambda line: None,
+    )
+    assert chosen.measured_bytes <= budget
+    assert chosen.predicted_bytes == pytest.approx(chosen.measured_bytes, rel=0.1)
+
+
+def _plain_bytes(name: str) -> int:
+    found = reference(name)
+    step = jax.make_jaxpr(default_step(found.arguments, found.in_axes)(found.loss))
+    return jaxtile.predict_memory(step(*found.arguments)).bytes.total
+
+
+def test_stages_are_in_order():
+    model = reference_model("unet")
+    tables = model.stretches()
+    solution = fastest(tables, 0.3 * tables.peak[0, 0, -1])
+    stops = [s.stop for s in solution.stages]
+    assert stops == sorted(stops)
+    assert [s.start for s in solution.stages] == [0, *stops[:-1]]
+
+
+def test_costs(tmp_path, monkeypatch):
+    table = dataclasses.replace(BUILT_IN["cpu"], bandwidth=1.0)
+    table.save(tmp_path / "costs.json")
+    monkeypatch.setenv("JAXTILE_COSTS", str(tmp_path / "costs.json"))
+    assert policies.costs() == table
+    (tmp_path / "costs.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a table of costs"):
+        policies.costs()

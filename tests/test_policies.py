@@ -1,0 +1,138 @@
+"""The catalogue of policies, by name and by what they store."""
+
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+import policies
+
+from . import reference_models as reference
+from .support import assert_same, conv, normal
+
+IMAGE = normal(0, 1, 16, 12, 3)
+WEIGHTS = [normal(i, 3, 3, 3, 3) for i in range(1, 5)]
+AXES = (None, (1, 2))
+
+
+def named(weights, x):
+    for i, w in enumerate(weights):
+        x = checkpoint_name(conv(x, w), f"conv{i}")
+        x = checkpoint_name(jnp.tanh(x), f"act{i}")
+    return jnp.mean(x**2)
+
+
+def unnamed(weights, x):
+    for w in weights:
+        x = jnp.tanh(conv(x, w))
+    return jnp.mean(x**2)
+
+
+def mixing(weights, x):
+    """A flatten cannot be tiled: what it reads is stored without being told to."""
+    x = jnp.tanh(conv(x, weights[0]))
+    return jnp.sum(jnp.sin(jnp.flip(x.reshape(-1)).reshape(x.shape)) * jnp.tanh(x))
+
+
+EXAMPLES = [
+    "store_all",
+    "retained",
+    "store_convs",
+    "every:2",
+    "sqrt",
+    "lower_sets:1MB",
+    "names:act0,conv2",
+    "offload:act1",
+    "recompute_all",
+    "tiled:4x3",
+]
+
+
+def test_every_policy_has_an_example_here_or_below():
+    known = {name.partition(":")[0] for name in policies.names()}
+    assert known - {e.partition(":")[0] for e in EXAMPLES} == {"budget"}
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_exact(text):
+    assert_same(named, WEIGHTS, IMAGE, in_axes=AXES, tiles="whole", policy=policies.resolve(text))
+
+
+@pytest.mark.parametrize("text", ["retained", "store_convs", "every:3", "sqrt", "tiled:4x3"])
+@pytest.mark.parametrize("fun", [unnamed, mixing])
+def test_functions_without_names(fun, text):
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=AXES, tiles="whole", policy=policies.resolve(text))
+
+
+def stored(text, fun=named):
+    explained = jaxtile.explain(fun, WEIGHTS, IMAGE, in_axes=AXES, policy=policies.resolve(text))
+    return [use.name for r in explained.regions for use in r.writes if use.shape]
+
+
+def test_what_is_stored():
+    assert stored("store_convs") == ["conv0", "conv1", "conv2", "conv3"]
+    assert stored("every:2") == ["act0", "act1", "act2", "act3"]
+    assert stored("names:act0,conv2") == ["act0", "conv2"]
+    assert stored("retained") == ["act0", "act1", "act2", "act3"]
+    assert stored("recompute_all") == []
+    assert len(stored("store_convs", unnamed)) == 4
+
+
+def test_tiles_given_by_the_caller_win():
+    explained = jaxtile.explain(
+        named,
+        WEIGHTS,
+        IMAGE,
+        in_axes=AXES,
+        tiles=(2, 2),
+        policy=policies.resolve("names:act1"),
+    )
+    assert [r.grid for r in explained.regions] == [(2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("sqr", "did you mean 'sqrt'"),
+        ("nonsense", "Known are store_all, retained"),
+        ("every", "every:k"),
+        ("every:0", "positive"),
+        ("sqrt:3", "must be written 'sqrt'"),
+        ("budget:lots", "2GiB"),
+        ("tiled:4xq", "positive"),
+        ("lower_sets:-1", "not an amount"),
+    ],
+)
+def test_bad_strings(text, message):
+    with pytest.raises(ValueError, match=message):
+        policies.resolve(text)
+
+
+def test_an_unknown_name_lists_the_nearest():
+    tiled = jaxtile.checkpoint(named, in_axes=AXES, policy=policies.resolve("names:conv9"))
+    with pytest.raises(ValueError, match="conv3"):
+        tiled(WEIGHTS, IMAGE)
+
+
+def test_lower_sets_too_small():
+    tiled = jaxtile.checkpoint(named, in_axes=AXES, policy=policies.resolve("lower_sets:10kB"))
+    with pytest.raises(ValueError, match="the smallest budget is"):
+        tiled(WEIGHTS, IMAGE)
+
+
+def test_the_square_root_policy_on_the_reference_graph():
+    """It can cut where one value carries everything on: before the first skip and after the last;
+    one cut, and nearly everything is computed twice: 119 forward calls for 60.
+    """
+    graph = policies._lower_sets.ForwardGraph.of(reference.unet())
+    chain = policies._lower_sets.square_root(graph)
+    kept = chain.stored(graph)
+    assert kept == ("u0b",)
+    assert 2 * len(graph.names) - len(kept) == 119
+
+
+@pytest.mark.parametrize(
+    "text, expected", [("1KiB", 1024), ("1 kB", 1000), ("2.5GB", 2_500_000_000), ("7", 7)]
+)
+def test_amounts(text, expected):
+    assert policies.parse_bytes(text) == expected
