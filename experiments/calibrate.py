@@ -22,13 +22,13 @@ from policies._costs import has_host_memory, measured_path
 from .measure import measure
 
 _OUTPUT = flags.DEFINE_string("output", None, "where to write; default: where the planner looks")
-_SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 1024, on a CPU 128")
+_SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 2048, on a CPU 128")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "runs of each measurement; the fastest counts")
 
 
 def main(argv: list[str]) -> None:
     del argv
-    found = calibrate(_SIZE.value or (128 if jax.default_backend() == "cpu" else 1024))
+    found = calibrate(_SIZE.value or (128 if jax.default_backend() == "cpu" else 2048))
     path = _OUTPUT.value or measured_path()
     found.save(path)
     print(f"| {found.device} | |\n|---|---|")

@@ -1,6 +1,7 @@
-"""One training step of a model under hand-written schedules, against plain JAX.
+"""One training step of a model under hand-written schedules and policies, against plain JAX.
 
     python -m experiments.schedules --model=vgg16 --size=4096 --dtype=bfloat16
+    python -m experiments.schedules --model=unet --policy=budget:2GB --policy=sqrt --only=plain
 
 Each schedule runs in a process of its own, because the peak of the allocator never goes down.
 Printed per schedule: milliseconds per step (forward and backward of all weights, median), compiled
@@ -23,6 +24,7 @@ from absl import app, flags
 
 import jaxtile
 import models
+import policies
 
 from .measure import measure
 from .problems import problem, shape_of
@@ -34,6 +36,7 @@ _DTYPE = flags.DEFINE_string("dtype", "float32", "type of weights and activation
 _TILE = flags.DEFINE_integer("tile", 1024, "size of a tile where the image is largest")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
 _ONLY = flags.DEFINE_multi_string("only", [], "schedules to run: words of their names")
+_POLICY = flags.DEFINE_multi_string("policy", [], "also these policies, as 'budget:2GiB'")
 _RUN = flags.DEFINE_string("run", None, "run this one schedule, in this process")
 _LIMIT = flags.DEFINE_integer("limit", 300, "seconds allowed per schedule")
 
@@ -42,12 +45,16 @@ PLAIN = "plain JAX"
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What is stored, and the grids; or, without grids, `jax.checkpoint`."""
+    """What is stored, and the grids; or, without grids, `jax.checkpoint`; or a policy by name."""
 
     saved: tuple[str, ...]
     tiles: Any = None
+    policy: str | None = None
 
     def apply(self, loss: Callable[..., Any], in_axes: Any) -> Callable[..., Any]:
+        if self.policy is not None:
+            policy = policies.resolve(self.policy)
+            return jaxtile.checkpoint(loss, in_axes=in_axes, policy=policy)
         policy = jax.checkpoint_policies.save_only_these_names(*self.saved)
         if self.tiles is None:
             return jax.checkpoint(loss, policy=policy)
@@ -138,7 +145,8 @@ def _shape() -> tuple[int, ...]:
 
 
 def _schedules() -> dict[str, Schedule | None]:
-    return {PLAIN: None, **_SCHEDULES[_MODEL.value](_shape())}
+    named = {text: Schedule((), policy=text) for text in _POLICY.value}
+    return {PLAIN: None, **_SCHEDULES[_MODEL.value](_shape()), **named}
 
 
 def main(argv: list[str]) -> None:
@@ -147,7 +155,8 @@ def main(argv: list[str]) -> None:
         print(json.dumps(run(_RUN.value)))
         return
     schedules = _schedules()
-    chosen = [s for s in schedules if not _ONLY.value or any(word in s for word in _ONLY.value)]
+    wanted = [*_ONLY.value, *_POLICY.value] if _ONLY.value else [""]
+    chosen = [s for s in schedules if any(word in s for word in wanted)]
     if not chosen:
         raise app.UsageError(f"--only={_ONLY.value} matches none of {', '.join(schedules)}")
     rows = []
@@ -155,6 +164,7 @@ def main(argv: list[str]) -> None:
         command = [sys.executable, "-m", "experiments.schedules", f"--run={name}"]
         same = (_MODEL, _SIZE, _BATCH, _DTYPE, _TILE, _REPEATS)
         command += [f"--{f.name}={f.value}" for f in same if f.value is not None]
+        command += [f"--policy={text}" for text in _POLICY.value]
         environment = {
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
             "TF_CPP_MIN_LOG_LEVEL": "3",

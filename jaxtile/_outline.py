@@ -123,12 +123,13 @@ def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
     rank = traced.rank
     graph = build(traced.jaxpr, traced.consts, traced.in_axes, names=traced.names, store_mixed=True)
     operations, members = contract(graph, _worth_storing(graph))
+    probes: dict[Any, Any] = {}
     ends = list(members)
     index = {v: k for k, end in enumerate(ends) for v in end.outputs}
     held = _held(graph)
     awaits = _awaits(graph, members)
     parts = tuple(
-        _part(operation, end, members[end], index, held, awaits, rank)
+        _part(operation, end, members[end], index, held, awaits, rank, probes)
         for operation, end in zip(operations.operations, ends, strict=True)
     )
     found = Outline(
@@ -142,7 +143,9 @@ def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
     return found, {n: e.outputs[0] for n, e in zip(names, ends, strict=True)}, graph
 
 
-def _part(operation, end: Node, nodes: Sequence[Node], index, held, awaits, rank: int) -> Part:
+def _part(
+    operation, end: Node, nodes: Sequence[Node], index, held, awaits, rank: int, probes: dict
+) -> Part:
     inside = set(nodes)
     reads = dict.fromkeys(
         v.array
@@ -164,11 +167,24 @@ def _part(operation, end: Node, nodes: Sequence[Node], index, held, awaits, rank
         reduces=bool(reductions),
         lengths=tuple(lengths),
         inputs=tuple(index[v] for v in reads),
-        demands=_demands(nodes, domain, list(reads), lengths),
+        demands=_probed(nodes, domain, list(reads), lengths, probes),
         awaits=max((awaits[n] for n in nodes), default=-1),
         held_bytes=sum(v.bytes for n in nodes for v in n.outputs if v in held and v.tiled),
         differentiable=jnp.issubdtype(end.outputs[0].aval.dtype, jnp.inexact),
     )
+
+
+def _probed(nodes, domain, reads, lengths, probes: dict[Any, Any]):
+    """The demands; networks repeat themselves, so alike operations are asked about once."""
+    key = (
+        tuple(lengths),
+        tuple((v.aval.shape, v.axes) for v in (*domain, *reads)),
+        tuple((n.equation.primitive.name, n.equation.out_avals, n.equation.in_axes) for n in nodes),
+        tuple(str(n.equation.params) for n in nodes if _works(n)),
+    )
+    if key not in probes:
+        probes[key] = _demands(nodes, domain, reads, lengths)
+    return probes[key]
 
 
 def _demands(nodes, domain: Sequence[Value], reads: Sequence[Value], lengths: Sequence[int]):

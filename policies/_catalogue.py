@@ -131,9 +131,8 @@ def _every(argument: str):
 @register("sqrt", "", "Chen et al.: about sqrt(n) stretches of equal bytes; one more forward pass")
 def _sqrt(argument: str):
     def decide(outline: Outline):
-        graph = ForwardGraph.of(outline.operations)
-        stored = square_root(graph).stored(graph)
-        return storing([n for n in stored if _storable(outline, n)])
+        graph = _tiled_graph(outline)
+        return storing(square_root(graph).stored(graph))
 
     return decide
 
@@ -143,7 +142,7 @@ def _lower_sets(argument: str):
     budget = parse_bytes(argument)
 
     def decide(outline: Outline):
-        graph = ForwardGraph.of(outline.operations)
+        graph = _tiled_graph(outline)
         family = lower_sets(graph, _MOST_LOWER_SETS) or ancestor_sets(graph)
         chain = cheapest_within(graph, family, budget)
         if chain is None:
@@ -152,7 +151,7 @@ def _lower_sets(argument: str):
                 f"no schedule of lower sets fits into {budget:,} bytes of activations; the "
                 f"smallest budget is {least:,} bytes. Tiles need less: 'budget:BYTES'"
             )
-        return storing([n for n in chain.stored(graph) if _storable(outline, n)])
+        return storing(chain.stored(graph))
 
     return decide
 
@@ -206,6 +205,23 @@ def _known(outline: Outline, name: str) -> str:
     if not _storable(outline, name):
         raise ValueError(f"the result {name!r} is not tiled, so it is held anyway")
     return name
+
+
+def _tiled_graph(outline: Outline) -> ForwardGraph:
+    """The graph of the tiled results; the others are small. One more value stands for the end of
+    the function, so that what ends in a reduction is read by something.
+    """
+    parts = outline.parts
+    tiled = {k: i for i, k in enumerate(k for k, p in enumerate(parts) if p.tiled)}
+    inputs = [sum(1 << tiled[i] for i in parts[k].inputs if i in tiled) for k in tiled]
+    read = {tiled[i] for k in tiled for i in parts[k].inputs if i in tiled}
+    last = sum(1 << i for i in tiled.values() if i not in read)
+    return ForwardGraph(
+        (*(parts[k].name for k in tiled), "end"),
+        (*inputs, last),
+        (*(parts[k].bytes for k in tiled), 0),
+        (*(parts[k].operation.flops for k in tiled), 0),
+    )
 
 
 def _storable(outline: Outline, name: str) -> bool:

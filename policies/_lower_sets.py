@@ -38,6 +38,7 @@ class ForwardGraph:
 
     @classmethod
     def of(cls, operations: Operations) -> ForwardGraph:
+        """The graph of a function's operations, each a value."""
         index = {o.name: i for i, o in enumerate(operations.operations)}
         inputs = tuple(
             sum(1 << index[t.name] for t in o.inputs if t.name in index)
@@ -173,6 +174,7 @@ def _search(
     sets = sorted(family, key=int.bit_count)
     boundaries = [graph.boundary(low) for low in sets]
     totals = [graph.total(graph.bytes, low) for low in sets]
+    works = [graph.total(graph.work, low) for low in sets]
     beyond = [graph.beyond(low) for low in sets]
     labels: list[dict[tuple[int, ...], tuple[int, tuple[int, ...]] | None]] = [{} for _ in sets]
     labels[0][start] = None
@@ -184,7 +186,7 @@ def _search(
             new = boundaries[j] & ~low
             kept = graph.total(graph.bytes, new)
             peak = 2 * (totals[j] - totals[i]) + beyond[j]
-            work = graph.total(graph.work, sets[j] & ~low & ~new)
+            work = works[j] - works[i] - graph.total(graph.work, new)
             for state in best:
                 after = extend(state, kept, peak, work)
                 if after is not None:

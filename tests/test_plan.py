@@ -11,7 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 import jaxtile.nn
-import models
 import policies
 from experiments.problems import problem, shape_of
 from policies._costs import BUILT_IN
@@ -117,21 +116,20 @@ def test_the_step_that_counts_is_the_users():
 
 
 def test_modules():
-    model = models.UNet(channels=(4, 8), dropout=0.0, rngs=nnx.Rngs(0))
-    image = jax.random.normal(jax.random.key(0), (1, 36, 36, 1))
-    labels = jnp.zeros((1, 20, 20), jnp.int32)
+    model = jaxtile.nn.Conv(4, 4, (3, 3), rngs=nnx.Rngs(0))
+    image = IMAGE.astype(jnp.float32)
 
-    def loss(model, image, labels):
-        return model.loss(image, labels)
+    def loss(model, image):
+        return jnp.mean(jnp.tanh(model(jnp.tanh(model(image)))) ** 2)
 
-    axes = (None, (1, 2), (1, 2))
     found = policies.plan(
-        loss, model, image, labels, in_axes=axes, budget="300kB", progress=lambda line: None
+        loss, model, image, in_axes=AXES, budget="150kB", progress=lambda line: None
     )
-    tiled = jaxtile.nn.checkpoint(loss, in_axes=axes, policy=found)
-    plain = nnx.value_and_grad(loss)(model, image, labels)
-    got = nnx.value_and_grad(tiled)(model, image, labels)
-    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-5), got, plain))
+    assert any(isinstance(s.grid, tuple) for s in found.stages)
+    tiled = jaxtile.nn.checkpoint(loss, in_axes=AXES, policy=found)
+    plain = nnx.value_and_grad(loss)(model, image)
+    got = nnx.value_and_grad(tiled)(model, image)
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-6), got, plain))
 
 
 def test_saved_and_loaded(tmp_path):
@@ -191,7 +189,7 @@ def test_never_slower_than_the_catalogue_and_monotone(name):
     """By its own cost model, at the same bytes."""
     model = reference_model(name)
     tables = model.stretches()
-    texts = ["store_all", *portfolio(model), "lower_sets:40GB"]
+    texts = ["store_all", *portfolio(model)] + ["lower_sets:6GB"] * (name == "unet")
     estimates = {t: model.estimate(policies.resolve(t).choose(model.outline)) for t in texts}
     best = {}
     for text, estimate in sorted(estimates.items(), key=lambda item: item[1].peak):
@@ -215,7 +213,10 @@ def test_against_an_integer_programme_on_a_graph():
         assert fastest(tables, budget).seconds == pytest.approx(optimum(tables, budget))
 
 
-@pytest.mark.parametrize("name", ["unet", "vgg16", "alexnet", "local_cnn"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet50", "local_cnn")]
+
+
+@pytest.mark.parametrize("name", ["unet", "vgg16", "alexnet", *SLOW])
 def test_prediction_on_the_reference_models(name):
     """Within 10 % of what the compiler says."""
     found = reference(name)
