@@ -133,8 +133,7 @@ def _budget_row(found: Problem, plain: jaxtile.Explanation, budget: str) -> str:
 
 def _line(found, plain, policy, text, predicted: int, compiled: int, other: str) -> str:
     explained = jaxtile.explain(found.loss, *found.arguments, in_axes=found.in_axes, policy=policy)
-    recomputed = sum(r.tiled_flops for r in explained.regions if r.grid is not None)
-    forward = (explained.forward_flops + recomputed) / plain.forward_flops
+    forward = (explained.forward_flops + explained.recomputed_flops) / plain.forward_flops
     return (
         f"| {text} | {predicted:,} | {compiled:,} | {predicted / compiled:.3f} | {forward:.2f}x | "
         f"{other} |"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ._checkpoint import scheduled
-from ._cost import flops, fused, whole_flops
+from ._cost import MOVEMENT, flops, fused, whole_flops
 from ._geometry import Window, partition
 from ._graph import Policy
 from ._regions import Region, Schedule
@@ -54,6 +54,8 @@ class RegionReport:
     """Forward operations of the region's equations at full size."""
     tiled_flops: int
     """Forward operations over all tiles, halos included."""
+    recomputed_flops: int
+    """Those of them that the backward pass does again: what no derivative needs is left out."""
 
     @property
     def halo_share(self) -> float:
@@ -79,10 +81,13 @@ class Explanation:
     def step_flops(self) -> int:
         """Forward and backward.
 
-        A pullback counts as twice the forward pass; a tiled region is computed once more before it.
+        A pullback counts as twice the forward pass; a region is computed once more before it.
         """
-        recomputed = sum(r.tiled_flops for r in self.regions if r.grid is not None)
-        return 3 * self.forward_flops + recomputed
+        return 3 * self.forward_flops + self.recomputed_flops
+
+    @property
+    def recomputed_flops(self) -> int:
+        return sum(r.recomputed_flops for r in self.regions)
 
     @property
     def overhead(self) -> float:
@@ -115,13 +120,12 @@ class Explanation:
                 f"{_bytes(r.tile_bytes)}; forward "
                 f"{_count(r.tiled_flops)} operations, {r.halo_share:.1%} of them halo"
             )
-        recompute = self.step_flops - 3 * self.forward_flops
         lines.append(
             f"in all: stores {_bytes(self.stored_bytes)}, largest tile {_bytes(self.tile_bytes)}; "
             "a training step does "
             f"{self.overhead:.2f}x the operations of the plain function "
             f"({_count(3 * self.plain_flops)}); recomputation is "
-            f"{recompute / max(1, self.step_flops):.1%} of them"
+            f"{self.recomputed_flops / max(1, self.step_flops):.1%} of them"
         )
         return "\n".join(lines)
 
@@ -166,16 +170,18 @@ def report(plan: Schedule) -> Explanation:
 def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
     reductions = [t.reduction for t in region.targets if t.reduction]
     nodes = list(dict.fromkeys([*region.nodes, *reductions]))
-    plain = sum(whole_flops(n, costs) for n in nodes)
+    work = {n: whole_flops(n, costs) for n in nodes}
+    plain = sum(work.values())
     windows = region.plan.windows if region.plan is not None else {}
-    tile = 0
     if region.plan is not None:
-        tile = sum(
-            _in_tile(i, windows, costs)
+        tile = {
+            i.node: _in_tile(i, windows, costs)
             for i in region.plan.instructions
             if isinstance(i, Instruction)
-        )
-        tile += sum(_reduced(t, windows, costs) for t in region.targets if t.reduction)
+        }
+        tile |= {t.reduction: _reduced(t, windows, costs) for t in region.targets if t.reduction}
+        work = {n: flops * region.tiles for n, flops in tile.items()}
+    again = _needed_again(region) if region.grid is not None else ()
     return RegionReport(
         index=region.index,
         grid=tuple(region.grid.values()) if isinstance(region.grid, dict) else region.grid,
@@ -186,8 +192,36 @@ def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
         stored_bytes=sum(t.result.bytes for t in region.targets),
         tile_bytes=sum(math.prod(_local(v, windows)) * v.aval.dtype.itemsize for v in windows),
         plain_flops=plain,
-        tiled_flops=plain if region.plan is None else tile * region.tiles,
+        tiled_flops=sum(work.values()),
+        recomputed_flops=sum(flops for n, flops in work.items() if n in again),
     )
+
+
+def _needed_again(region: Region) -> set[Node]:
+    """The equations whose results the derivative of a region needs.
+
+    The derivative of a linear equation needs none of its operands, that of `tanh` its result, that
+    of most others their operands.
+    """
+    needed: set[Value] = set()
+    again: set[Node] = set()
+    for target in region.targets:
+        if (
+            target.reduction is not None
+            and target.reduction.equation.primitive.name != "reduce_sum"
+        ):
+            needed.update(v.array for v in target.operands)
+    for node in reversed(region.nodes):
+        name = node.equation.primitive.name
+        if name in _OWN_RESULT or any(v in needed for v in node.outputs):
+            again.add(node)
+        if node in again or name not in _LINEAR:
+            needed.update(v.array for v in node.inputs)
+    return again
+
+
+_LINEAR = MOVEMENT | {"add", "add_any", "sub", "neg", "reduce_sum", "reduce_window_sum"}
+_OWN_RESULT = frozenset(["tanh", "exp", "logistic", "sqrt", "rsqrt", "cbrt", "max", "min"])
 
 
 def _in_tile(item: Instruction, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:

@@ -70,13 +70,26 @@ def test_regions_names_and_bytes():
         assert word in text
 
 
-def test_an_untiled_region_costs_no_recomputation():
+def test_only_what_a_derivative_needs_is_recomputed():
+    """Of a chain of convolutions all but the last; of a region that is not recomputed, nothing."""
     w, x = normal(0, 3, 3, 2, 2), normal(1, 1, 16, 16, 2)
-    plain = jaxtile.explain(chain, [w], x, in_axes=(None, (1, 2)), tiles={...: None})
-    assert plain.overhead == 1
-    assert jaxtile.explain(
-        chain, [w], x, in_axes=(None, (1, 2)), tiles=(1, 1)
-    ).overhead == pytest.approx(4 / 3)
+
+    def overhead(layers, tiles):
+        return jaxtile.explain(chain, [w] * layers, x, in_axes=(None, (1, 2)), tiles=tiles).overhead
+
+    assert overhead(3, {...: None}) == 1
+    for tiles in ("whole", (1, 1)):
+        assert overhead(1, tiles) == 1
+        assert overhead(3, tiles) == pytest.approx(1 + 2 / 9)
+
+
+def test_elementwise_functions_are_recomputed_for_their_derivative():
+    w, x = normal(0, 3, 3, 2, 2), normal(1, 1, 16, 16, 2)
+    axes = (None, (1, 2))
+    through = jaxtile.explain(lambda w, x: jnp.sin(conv(x, w)), w, x, in_axes=axes)
+    assert through.recomputed_flops == 2 * 9 * 2 * x.size
+    own = jaxtile.explain(lambda w, x: jnp.tanh(conv(x, w)), w, x, in_axes=axes)
+    assert own.recomputed_flops == own.forward_flops
 
 
 def test_shapes_are_enough():

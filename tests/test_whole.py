@@ -50,8 +50,8 @@ def test_norms_are_not_cuts():
     explained = jaxtile.explain(network, WEIGHTS, IMAGE, in_axes=AXES, policy=saved("relu1"))
     assert [r.grid for r in explained.regions] == ["whole", "whole"]
     assert [r.ops["conv_general_dilated"] for r in explained.regions] == [2, 2]
-    # One more forward pass, but for a few operations on single numbers outside all regions.
-    assert explained.overhead == pytest.approx(4 / 3, rel=1e-4)
+    # One more forward pass, but for the last operations of each region.
+    assert 0.98 * explained.forward_flops < explained.recomputed_flops < explained.forward_flops
 
 
 def test_a_reduction_takes_the_grid_of_the_value_it_belongs_to():
@@ -85,8 +85,8 @@ def test_offloaded(tiles):
 
 def test_recomputation_survives_compilation():
     def convolutions(fun):
-        step = jax.jit(jax.value_and_grad(fun, has_aux=True))
-        return step.lower(WEIGHTS, IMAGE).compile().as_text().count(" convolution(")
+        step = jax.value_and_grad(fun, has_aux=True)
+        return jaxtile.memory(step, WEIGHTS, IMAGE).compiled.convolutions
 
     plain = convolutions(network)
     for policy in (None, saved("relu1")):
