@@ -95,6 +95,19 @@ def lower_sets(graph: ForwardGraph, most: int | None = None) -> list[int] | None
     return found
 
 
+def depth_first_sets(graph: ForwardGraph) -> list[int]:
+    """All lower sets, in the order in which a depth-first search lists them."""
+    listed, stack = {0: None}, [0]
+    while stack:
+        low = stack.pop()
+        for v in _members(graph.everything & ~low):
+            bigger = low | 1 << v
+            if not graph.inputs[v] & ~low and bigger not in listed:
+                listed[bigger] = None
+                stack.append(bigger)
+    return list(listed)
+
+
 def ancestor_sets(graph: ForwardGraph) -> list[int]:
     """Of each value, it and all that it is computed from; nothing; and everything."""
     ancestors: list[int] = []
@@ -121,13 +134,20 @@ class Chain(NamedTuple):
         return tuple(graph.names[v] for v in _members(kept))
 
 
-def smallest_budget(graph: ForwardGraph, family: Sequence[int]) -> Chain:
-    """The schedule with the lowest peak."""
+def smallest_budget(
+    graph: ForwardGraph, family: Sequence[int], *, as_listed: bool = False
+) -> Chain:
+    """The schedule with the lowest peak.
+
+    `as_listed`: consider only steps to sets that are later in the list, as some programs do; if a
+    set is listed before one of its subsets, steps are lost.
+    """
 
     def extend(state: tuple[int, ...], kept: int, peak: int, work: int) -> tuple[int, ...] | None:
         return state[0] + kept, max(state[1], state[0] + peak)
 
-    return _search(graph, family, (0, 0), extend, lambda state: state[1])
+    sets = family if as_listed else sorted(family, key=int.bit_count)
+    return _search(graph, sets, (0, 0), extend, lambda state: state[1])
 
 
 def cheapest_within(graph: ForwardGraph, family: Sequence[int], budget: int) -> Chain | None:
@@ -138,7 +158,8 @@ def cheapest_within(graph: ForwardGraph, family: Sequence[int], budget: int) -> 
     def extend(state: tuple[int, ...], kept: int, peak: int, work: int) -> tuple[int, ...] | None:
         return (state[0] + kept, state[1] + work) if state[0] + peak <= budget else None
 
-    return _search(graph, family, (0, 0), extend, lambda state: state[1])
+    sets = sorted(family, key=int.bit_count)
+    return _search(graph, sets, (0, 0), extend, lambda state: state[1])
 
 
 def square_root(graph: ForwardGraph) -> Chain:
@@ -165,13 +186,12 @@ def square_root(graph: ForwardGraph) -> Chain:
 
 def _search(
     graph: ForwardGraph,
-    family: Sequence[int],
+    sets: Sequence[int],
     start: tuple[int, ...],
     extend: Callable[[tuple[int, ...], int, int, int], tuple[int, ...] | None],
     cost: Callable[[tuple[int, ...]], int],
 ) -> Chain | None:
     """The cheapest chain, by labels (kept bytes, cost) of which no other is better in both."""
-    sets = sorted(family, key=int.bit_count)
     boundaries = [graph.boundary(low) for low in sets]
     totals = [graph.total(graph.bytes, low) for low in sets]
     works = [graph.total(graph.work, low) for low in sets]
@@ -191,10 +211,11 @@ def _search(
                 after = extend(state, kept, peak, work)
                 if after is not None:
                     labels[j].setdefault(after, (i, state))
-    ends = _undominated(labels[-1])
+    at = sets.index(graph.everything)
+    ends = _undominated(labels[at])
     if not ends:
         return None
-    at, state = len(sets) - 1, min(ends, key=cost)
+    state = min(ends, key=cost)
     chain = []
     while at:
         chain.append(sets[at])
