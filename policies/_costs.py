@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping
 
 import jax
-import numpy as np
 
 from jaxtile import Operation
 
@@ -112,6 +111,5 @@ def costs() -> Costs:
 
 def has_host_memory() -> bool:
     """Is host memory apart from device memory?"""
-    return jax.default_backend() != "cpu" and np.any(
-        [m.kind == "pinned_host" for m in jax.devices()[0].addressable_memories()]
-    )
+    memories = jax.devices()[0].addressable_memories()
+    return jax.default_backend() != "cpu" and any(m.kind == "pinned_host" for m in memories)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import jaxtile
 from jaxtile import Choice, Outline
-from jaxtile._trace import flat_axes, inside
+from jaxtile._trace import flat_axes
 
 from ._bytes import format_bytes, parse_bytes
 from ._catalogue import resolve
@@ -179,10 +179,30 @@ def plan(
 
     Raises:
       BudgetError: nothing fits; it says the smallest budget that works.
+
+    >>> import jax, jax.numpy as jnp, jaxtile, policies
+    >>> def loss(kernel, image):
+    ...     for _ in range(3):
+    ...         image = jnp.tanh(jax.lax.conv(image, kernel, (1, 1), "SAME"))
+    ...     return jnp.mean(image**2)
+    >>> kernel, image = jnp.ones((8, 8, 3, 3)), jnp.ones((1, 8, 64, 64))
+    >>> axes = (None, (2, 3))
+    >>> quietly = {"progress": lambda line: None}
+    >>> plan = policies.plan(loss, kernel, image, in_axes=axes, budget="600kB", **quietly)
+    >>> plan.measured_bytes <= 600_000
+    True
+    >>> tiled = jaxtile.checkpoint(loss, in_axes=axes, policy=plan)
+    >>> bool(jnp.allclose(tiled(kernel, image), loss(kernel, image)))
+    True
     """
     if any(_is_module(a) for a in args):
         from jaxtile.nn import Pure
 
+        if step is not None:
+            raise ValueError(
+                "`step` cannot be given together with NNX modules: split them with `nnx.split` and "
+                "plan the function of their states"
+            )
         fun = Pure(fun, args, {})
         args = fun.args
     outline = jaxtile.outline(fun, *args, in_axes=in_axes)
@@ -201,17 +221,20 @@ def plan_outline(outline: Outline, budget: int) -> Plan:
     """The plan for a function that is known by its outline only, with the default step."""
     known = outline.traced
     in_axes = tuple(_as_in_axes(labels, known.rank) for labels in known.in_axes)
-    shapes = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in known.jaxpr.invars]
+    # What the function closes over may be traced; it becomes arguments.
+    held = [*known.jaxpr.invars, *known.jaxpr.constvars]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in held]
+    in_axes += (None,) * len(known.jaxpr.constvars)
 
     def fun(*leaves: Any) -> Any:
-        return jax.core.eval_jaxpr(known.jaxpr, known.consts, *leaves)
+        n = len(known.jaxpr.invars)
+        return jax.core.eval_jaxpr(known.jaxpr, leaves[n:], *leaves[:n])
 
     def traced(policy: Any) -> Any:
         tiled = jaxtile.checkpoint(fun, in_axes=in_axes, policy=policy)
         return jax.jit(default_step(shapes, in_axes)(tiled)).trace(*shapes)
 
-    with inside(False):
-        return _Search(outline, traced, budget, None, None, None).run()
+    return _Search(outline, traced, budget, None, None, None).run()
 
 
 def default_step(args: Sequence[Any], in_axes: Any) -> Callable[..., Any]:

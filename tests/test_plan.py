@@ -18,7 +18,7 @@ from policies._model import Model
 from policies._plan import default_step, portfolio
 from policies._solver import fastest, smallest
 
-from .support import assert_same, conv, normal
+from .support import assert_close, assert_same, conv, normal
 from .test_solver import optimum
 
 AXES = (None, (1, 2))
@@ -93,6 +93,24 @@ def test_by_name():
     policy = policies.resolve(f"budget:{budget}")
     tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=policy)
     assert compiled_bytes(tiled) <= budget
+
+
+def test_by_name_inside_other_transformations():
+    """The function closes over a traced array, and is itself differentiated under `jit`."""
+    budget = int(0.6 * compiled_bytes(network))
+
+    @jax.jit
+    def gradient(weights, x):
+        scaled = jax.tree.map(lambda w: 0.5 * w, weights)
+        tiled = jaxtile.checkpoint(
+            lambda x: network(scaled, x),
+            in_axes=((1, 2),),
+            policy=policies.resolve(f"budget:{budget}"),
+        )
+        return jax.grad(lambda x: tiled(x))(x)
+
+    plain = jax.grad(lambda x: network([0.5 * w for w in WEIGHTS], x))(IMAGE)
+    assert_close(gradient(WEIGHTS, IMAGE), plain)
 
 
 def test_the_step_that_counts_is_the_users():
