@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -53,7 +53,7 @@ def checkpoint(
         grid `None` leaves it untiled and unrecomputed, as plain JAX.
       policy: what is stored: any function of `jax.checkpoint_policies` that saves or offloads;
         `None` stores nothing inside. Or one that sees the whole graph, from `policies`: a plan, or
-        what `policies.resolve` returns.
+        what `policies.resolve` returns; `tiles` then goes to what it recomputes whole.
 
     >>> import jax, jax.numpy as jnp, jaxtile
     >>> def blur(kernel, image):
@@ -68,6 +68,10 @@ def checkpoint(
     tiled function is not defined; `grad`, `vjp` and `vmap` are.
     """
     _check_callable(fun)
+    if isinstance(policy, str):
+        raise TilingError(
+            f"`policy` (={policy!r}) must not be a string: use `policies.resolve({policy!r})`"
+        )
 
     @functools.wraps(fun)
     def tiled(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +91,13 @@ def scheduled(fun, args, kwargs, in_axes, tiles: Tiles, policy) -> tuple[Schedul
         return schedule(graph, tiles, traced.rank), traced
     view, values, graph = outlined(traced)
     grids = apply(policy.choose(view), values)
-    return schedule(graph, grids if tiles == WHOLE else tiles, traced.rank), traced
+    if isinstance(tiles, Mapping):
+        raise TilingError(
+            f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "
+            "to everything that the policy recomputes whole"
+        )
+    grids = {key: tiles if grid == WHOLE else grid for key, grid in grids.items()}
+    return schedule(graph, grids, traced.rank), traced
 
 
 def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
@@ -110,7 +120,12 @@ def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
             results = run(body, inputs, globals_, [hosted.get(v.array) for v in step.inputs])
         env.update(zip((t.result for t in step.targets), results, strict=True))
         hosted |= {t.value: to_host(env[t.value]) for t in step.targets if t.offloaded}
-    return [lookup(env, v.array) for v in plan.graph.outputs]
+    return [_as_array(lookup(env, v.array)) for v in plan.graph.outputs]
+
+
+def _as_array(x: Any) -> jax.Array:
+    """A constant of the traced function may be a Python number."""
+    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
 
 
 def _check_callable(fun: Any) -> None:

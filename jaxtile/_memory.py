@@ -334,11 +334,12 @@ def _report(found: Memory) -> str:
     rows.append(("convolutions", str(predicted.convolutions), _number(compiled.convolutions)))
     rows.append(("loops", str(predicted.loops), _number(compiled.loops)))
     lines = [f"{name:16}{ours:>14}{theirs:>14}" for name, ours, theirs in rows]
-    removed = predicted.convolutions - (compiled.convolutions or predicted.convolutions)
-    if removed > 0:
+    removed = predicted.convolutions - (compiled.convolutions or 0)
+    if compiled.convolutions is not None and removed > 0:
         lines.append(
-            f"{removed} convolutions were traced but not compiled: the compiler merged them with "
-            "equal ones. What `jax.checkpoint` was to compute again is held instead."
+            f"{removed} convolutions were traced but not compiled as such: the compiler merged "
+            "equal ones (what was to be computed again is then held instead), or computes them in "
+            "another way."
         )
     for title, kept in (("predicted", predicted.largest), ("compiled", compiled.largest)):
         lines += [f"largest values held at the peak, {title}:"] if kept else []

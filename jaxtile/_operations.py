@@ -177,7 +177,8 @@ def _ends(graph: Graph, worth: Callable[[Node], bool]) -> dict[Node, Node]:
     outputs = {v.array.node for v in graph.outputs}
     for node in reversed(graph.nodes):
         reading = readers.get(node, set())
-        if node not in outputs and not reading and not node.equation.effects:
+        effect = node.equation.effects and node.outputs
+        if node not in outputs and not reading and not effect:
             continue
         named = node.equation.primitive.name == "name"
         ends_here = named or node in outputs or len(reading) != 1 or worth(node)

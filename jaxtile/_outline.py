@@ -106,7 +106,9 @@ class Outline:
     @property
     def fingerprint(self) -> str:
         """The same for functions of the same operations and shapes."""
-        facts = [(p.name, p.operation.output, p.operation.flops, p.inputs) for p in self.parts]
+        facts = [
+            (p.name, p.operation.output, p.operation.flops, p.inputs, p.lengths) for p in self.parts
+        ]
         return hashlib.sha256(repr((facts, self.rank)).encode()).hexdigest()[:16]
 
 

@@ -56,6 +56,8 @@ class Value:
     node: Node | None = None
     literal: bool = False
     source: Value | None = None
+    view_of: Value | None = None
+    """The array itself, if this is only how one equation sees its shape."""
     name: str | None = None
     readers: list[Node] = dataclasses.field(default_factory=list)
     has_buffer: bool = False
@@ -66,8 +68,18 @@ class Value:
         return math.prod(self.shape) * getattr(self.dtype, "itemsize", 4)
 
     @property
+    def base(self) -> Value:
+        return self if self.view_of is None else self.view_of
+
+    def seen_as(self, shape: tuple[int, ...]) -> Value:
+        """With the shape that an equation sees: a reshape is the same array."""
+        if self.base.shape == tuple(shape):
+            return self.base
+        return dataclasses.replace(self.base, shape=tuple(shape), view_of=self.base)
+
+    @property
     def array(self) -> Value:
-        value = self
+        value = self.base
         while value.source is not None:
             value = value.source
         return value
@@ -209,9 +221,9 @@ class Program:
 
     def _run(self, jaxpr: Any, env: dict[Any, Value], context: Context) -> None:
         for eqn in jaxpr.eqns:
-            inputs = [self._read(env, v) for v in eqn.invars]
+            inputs = [self._read(env, v).seen_as(v.aval.shape) for v in eqn.invars]
             outputs = self._equation(eqn, inputs, context.enter(eqn))
-            env.update(zip(eqn.outvars, outputs, strict=True))
+            env.update(zip(eqn.outvars, (v.base for v in outputs), strict=True))
 
     def _inline(self, closed: Any, inputs: Sequence[Value], context: Context) -> list[Value]:
         jaxpr = closed.jaxpr if hasattr(closed, "consts") else closed
@@ -233,7 +245,8 @@ class Program:
             return self._control(name, params, eqn, inputs, context)
         if name == "platform_index":
             names = params["platforms"]
-            chosen = [i for i, n in enumerate(names) if n is None or self.platform in n]
+            ours = {"gpu": ("gpu", "cuda", "rocm")}.get(self.platform, (self.platform,))
+            chosen = [i for i, n in enumerate(names) if n is None or any(p in n for p in ours)]
             return [Value((), np.dtype("int32"), literal=True, name=f"branch {chosen[0]}")]
         if name == "clamp" and (inputs[1].name or "").startswith("branch "):
             return [inputs[1]]
@@ -251,7 +264,7 @@ class Program:
                     for v, (_, new) in zip(inputs, spaces, strict=True)
                 ]
         if name == "name":
-            inputs[0].name = inputs[0].name or params["name"]
+            inputs[0].base.name = inputs[0].base.name or params["name"]
         same_number = name in _VIEWS and len(inputs) == len(avals)
         if same_number or self._is_view(name, params, inputs, avals):
             return inputs[: len(avals)]
@@ -296,13 +309,14 @@ class Program:
 
     def _node(self, op: str, inputs: Sequence[Value], context: Context, **kwargs: Any) -> Node:
         kwargs.setdefault("params", {})
-        self.nodes.append(Node(op, list(inputs), context, **kwargs))
+        self.nodes.append(Node(op, [v.base for v in inputs], context, **kwargs))
         return self.nodes[-1]
 
     def _some(self, op, inputs, context, avals, params=None, fusible=False, key=None):
         """An operation, or an equal one that is there already."""
         key = _key(params or {}) if key is None else key
-        known = (op, tuple(inputs), key, tuple((tuple(a.shape), str(a.dtype)) for a in avals))
+        seen = tuple((v.base, v.shape) for v in inputs)
+        known = (op, seen, key, tuple((tuple(a.shape), str(a.dtype)) for a in avals))
         if key is not None and known in self._equal:
             self._equal[known][0].node.merged += 1
             return self._equal[known]
@@ -328,7 +342,7 @@ class Program:
         outputs = []
         for value in inputs:
             if not value.literal:
-                source, value = value, node.output(value.shape, value.dtype)
+                source, value = value.base, node.output(value.shape, value.dtype)
                 value.source, value.name = source, source.name
             outputs.append(value)
         return outputs

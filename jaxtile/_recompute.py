@@ -142,7 +142,7 @@ def after(tree: Any, arrays: Sequence[Array]) -> Any:
         # An array may be a constant, and its zero too: add one of the values.
         zeros = [_zero_of(arrays), _zero_of(jax.tree.leaves(tree))]
         zero = sum(z.astype(jnp.float32) for z in zeros if z is not None)
-        return jax.tree.map(lambda x: _plus(x, zero), tree)
+        return jax.tree.map(lambda x: _minus(x, zero), tree)
     tree, _ = lax.optimization_barrier((tree, list(arrays)))
     return tree
 
@@ -152,8 +152,8 @@ def _barriers_are_removed() -> bool:
     return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
 
 
-def _plus(x: Array, zero: Any) -> Array:
-    return x + jnp.asarray(zero, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _minus(x: Array, zero: Any) -> Array:
+    return x - jnp.asarray(zero, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _zero_of(arrays: Sequence[Array]) -> Array | None:
@@ -182,13 +182,14 @@ def zeros_after(arrays: Sequence[Array]) -> Callable[..., Array]:
 
 
 def to_host(x: Array) -> Array:
-    """A copy in host memory, through which no derivative passes."""
-    return jax.device_put(lax.stop_gradient(x), jax.memory.Space.Host)
+    return jax.device_put(x, jax.memory.Space.Host)
 
 
 def fetch(x: Array, cotangents: Sequence[Array | None]) -> Array:
     """A copy in device memory, made only once the cotangents exist."""
     given = [c for c in cotangents if c is not None]
+    if _barriers_are_removed():  # a CPU has one memory: there is nothing to wait for
+        return after(jax.device_put(x, jax.memory.Space.Device), given)
     return jax.device_put(after(x, given), jax.memory.Space.Device)
 
 

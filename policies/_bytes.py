@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {
@@ -12,23 +13,26 @@ _UNITS = {
 }
 
 
+_AMOUNT = r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?|\.[0-9]+)\s*([a-z]*)\s*"
+
+
 def parse_bytes(amount: int | float | str) -> int:
     """A number of bytes.
 
     >>> parse_bytes("2GiB"), parse_bytes("1.5 GB"), parse_bytes(4096)
     (2147483648, 1500000000, 4096)
     """
+    number = amount
     if isinstance(amount, str):
-        found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", amount.lower())
-        if found is None or found[2] not in _UNITS:
-            raise ValueError(
-                f"{amount!r} is not an amount of memory: write a number and a unit (B, kB, MB, GB, "
-                "TB, or KiB, MiB, GiB, TiB), as '2GiB'"
-            )
-        amount = float(found[1]) * _UNITS[found[2]]
-    if not amount > 0:
-        raise ValueError(f"an amount of memory (={amount!r}) must be positive")
-    return int(amount)
+        found = re.fullmatch(_AMOUNT, amount.lower())
+        number = float(found[1]) * _UNITS.get(found[2], math.nan) if found else math.nan
+    valid = isinstance(number, int | float) and not isinstance(number, bool)
+    if not valid or not 1 <= number < math.inf:
+        raise ValueError(
+            f"{amount!r} is not an amount of memory: write a positive number and a unit (B, kB, "
+            "MB, GB, TB, or KiB, MiB, GiB, TiB), as '2GiB'"
+        )
+    return int(number)
 
 
 def format_bytes(n: float) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -80,16 +81,18 @@ def resolve(text: str) -> Policy:
     >>> policies.resolve("names:pool1,pool2")
     policies.resolve('names:pool1,pool2')
     """
-    name, _, argument = text.strip().partition(":")
+    if not isinstance(text, str):
+        raise ValueError(f"a policy (={text!r}) must be a string, as 'sqrt' or 'budget:2GiB'")
+    name, colon, argument = text.strip().partition(":")
     if name not in _ENTRIES:
         near = difflib.get_close_matches(name, _ENTRIES, n=1)
         raise ValueError(
             f"there is no policy {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
+            + (f"; did you mean {near[0]!r}?" if near else ".")
             + f" Known are {', '.join(names())}."
         )
     entry = _ENTRIES[name]
-    if bool(argument) != bool(entry.argument):
+    if bool(argument) != bool(entry.argument) or bool(colon) != bool(entry.argument):
         wanted = f"{name}:{entry.argument}" if entry.argument else name
         raise ValueError(f"the policy {text!r} must be written {wanted!r}")
     return Policy(text.strip(), entry.make(argument))
@@ -158,24 +161,28 @@ def _lower_sets(argument: str):
 
 @register("names", "a,b,...", "the results with these names")
 def _names(argument: str):
-    wanted = [n.strip() for n in argument.split(",") if n.strip()]
-    return lambda outline: storing([_known(outline, n) for n in wanted])
+    return lambda outline: storing(_known(outline, argument))
 
 
 @register("offload", "a,b,...", "the results with these names, kept in host memory meanwhile")
 def _offload(argument: str):
-    wanted = [n.strip() for n in argument.split(",") if n.strip()]
-    return lambda outline: storing([_known(outline, n) for n in wanted], offload=True)
+    return lambda outline: storing(_known(outline, argument), offload=True)
 
 
 @register("budget", "BYTES", "the planner: the fastest schedule whose compiled step fits BYTES")
 def _budget(argument: str):
     budget = parse_bytes(argument)
+    plans: dict[str, Mapping[Any, Choice]] = {}
 
     def decide(outline: Outline):
         from ._plan import plan_outline
 
-        return plan_outline(outline, budget).choices
+        if not outline.parts:
+            return {...: Choice(None)}
+        known = outline.fingerprint
+        if known not in plans:
+            plans[known] = plan_outline(outline, budget).choices
+        return plans[known]
 
     return decide
 
@@ -188,7 +195,16 @@ def _recompute_all(argument: str):
 @register("tiled", "HxW", "stores nothing and computes in HxW tiles: the least memory")
 def _tiled(argument: str):
     grid = tuple(_positive(n, "tiled:HxW") for n in argument.lower().split("x"))
-    return lambda outline: {...: Choice(grid)}
+
+    def decide(outline: Outline):
+        if len(grid) != outline.rank:
+            raise ValueError(
+                f"the policy 'tiled:{argument}' has {len(grid)} numbers, but `in_axes` has "
+                f"{outline.rank} tiled axes"
+            )
+        return {...: Choice(grid)}
+
+    return decide
 
 
 def _positive(text: str, form: str) -> int:
@@ -197,14 +213,24 @@ def _positive(text: str, form: str) -> int:
     return int(text)
 
 
-def _known(outline: Outline, name: str) -> str:
-    found = {p.name: p for p in outline.parts}
-    if name not in found:
-        near = difflib.get_close_matches(name, found, n=3) or list(found)[:5]
-        raise ValueError(f"no result is named {name!r}; there are {', '.join(near)}, ...")
-    if not _storable(outline, name):
-        raise ValueError(f"the result {name!r} is not tiled, so it is held anyway")
-    return name
+def _known(outline: Outline, argument: str) -> list[str]:
+    """The results with these names; one that returns is numbered: `a`, `a:2`, and so on."""
+    found = [p for p in outline.parts if p.tiled]
+    stored: list[str] = []
+    wanted = [n.strip() for n in argument.split(",") if n.strip()]
+    if not wanted:
+        raise ValueError(f"{argument!r} names no result: write names, as 'names:pool1,pool2'")
+    for name in wanted:
+        same = [p.name for p in found if re.fullmatch(re.escape(name) + r"(:\d+)?", p.name)]
+        if not same:
+            near = difflib.get_close_matches(name, [p.name for p in found], n=3)
+            near = near or [p.name for p in found][:5]
+            raise ValueError(
+                f"no tiled result is named {name!r} (an argument, or what is not tiled, is held "
+                f"anyway); there are {len(found)}, among them {', '.join(near)}"
+            )
+        stored += same
+    return stored
 
 
 def _tiled_graph(outline: Outline) -> ForwardGraph:

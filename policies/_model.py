@@ -218,6 +218,8 @@ class Model:
         return (self.first_reader >= cut) & (self.held <= self.bytes)
 
     def _tiled(self, tables: Stretches) -> None:
+        if not self.grids:
+            return
         parts = self.outline.parts
         counts = np.array(self.grids, float)
         tiles = counts.prod(1)

@@ -7,8 +7,8 @@ fits. A budget is a promise about the compiled step: `temporaries + arguments + 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
+import math
 import os
 import pathlib
 import sys
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jaxtile
 from jaxtile import Choice, Outline
@@ -140,7 +141,9 @@ class Plan:
         try:
             found = json.loads(pathlib.Path(path).read_text())
             return _from_json(found)
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise ValueError(f"{path} is not a plan: it has no {error}") from error
+        except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a plan: {error}") from error
 
     def draw(self, path: str | os.PathLike) -> None:
@@ -165,7 +168,7 @@ def plan(
 
     Args:
       fun: as for `jaxtile.checkpoint`; functions of NNX modules too.
-      args: arrays or `jax.ShapeDtypeStruct`s.
+      args: arrays or `jax.ShapeDtypeStruct`s. Bind keyword arguments with `functools.partial`.
       in_axes: as for `jaxtile.checkpoint`.
       budget: bytes, as `"2GiB"`: of arguments, outputs and temporaries of the compiled step.
       step: from the tiled function to the step that is compiled; by default the value and the
@@ -214,6 +217,8 @@ def plan(
         run = run if hasattr(run, "trace") else jax.jit(run)
         return run.trace(*(args if step_args is None else step_args))
 
+    if not outline.parts:
+        raise ValueError("there is nothing to plan: the function has no operations")
     return _Search(outline, traced, parse_bytes(budget), offload, costs, progress).run()
 
 
@@ -244,7 +249,7 @@ def default_step(args: Sequence[Any], in_axes: Any) -> Callable[..., Any]:
     """
     tiled_axes, _ = flat_axes(in_axes, tuple(args), {}, jax.tree.leaves(tuple(args)))
     leaves, tree = jax.tree.flatten(tuple(args))
-    floats = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    floats = [i for i, x in enumerate(leaves) if _is_float(x)]
     wanted = [i for i in floats if not any(a is not None for a in tiled_axes[i])] or floats
 
     def step_of(tiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,11 +261,13 @@ def default_step(args: Sequence[Any], in_axes: Any) -> Callable[..., Any]:
                 for i, x in zip(wanted, some, strict=True):
                     full[i] = x
                 out = tiled(*jax.tree.unflatten(tree, full))
-                results = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
-                if results[0].ndim == 0:
-                    return results[0], out
-                return sum(jnp.sum(x.astype(jnp.float32)) for x in results), out
+                results = [x for x in jax.tree.leaves(out) if _is_float(x)]
+                if results and results[0].ndim == 0:
+                    return results[0].real, out
+                return sum(jnp.sum(x.real.astype(jnp.float32)) for x in results), out
 
+            if not wanted or not any(map(_is_float, jax.tree.leaves(jax.eval_shape(tiled, *args)))):
+                return tiled(*args)
             return jax.value_and_grad(loss, has_aux=True)([given[i] for i in wanted])
 
         return step
@@ -294,6 +301,7 @@ class _Search:
         self.plain = measured(self.tables, (everything,))
         self.solving = time.perf_counter() - began
         self.fixed = _arguments_and_results(traced(resolve("store_all")))
+        self._smallest: _Candidate | None = None
 
     def run(self) -> Plan:
         fits: Plan | None = None
@@ -308,7 +316,11 @@ class _Search:
                 break
             tried.add(candidate)
             last = candidate == self.smallest()
-            found, traced = self._predicted(candidate)
+            try:
+                found, traced = self._predicted(candidate)
+            except jaxtile.TilingError as error:
+                self._leave_out(candidate, error)
+                continue
             total = found.predicted_bytes
             if total <= _SURELY_TOO_MUCH * self.budget or last:
                 found, compiled = self._compiled(found, traced), compiled + 1
@@ -324,16 +336,34 @@ class _Search:
                 above = min(above, candidate.peak)
             right = candidate.peak * (self.budget - self.fixed) / max(1, total - self.fixed) * 0.99
             allowed = right if below < right < above else (below + min(above, 2 * right)) / 2
+        if fits is None and self.smallest() not in tried:
+            least = self._compiled(*self._predicted(self.smallest()))
+            fits = least if least.measured_bytes <= self.budget else None
+            lowest = least if lowest is None else min(least, lowest, key=_measured_bytes)
         if fits is None:
             raise self._too_small(lowest)
         return fits
+
+    def _leave_out(self, candidate: _Candidate, error: jaxtile.TilingError) -> None:
+        """A grid that the function refuses is not tried again: the finest of a candidate's."""
+        grids = [s.grid for s in (*candidate.stages, candidate.rest) if isinstance(s.grid, tuple)]
+        if not grids:
+            raise error
+        finest = max(grids, key=math.prod)
+        for mode, (grid, _) in enumerate(self.tables.modes):
+            if grid == finest:
+                self.tables.seconds[mode] = np.inf
+        self.others = [
+            c for c in self.others if finest not in (*(s.grid for s in c.stages), c.rest.grid)
+        ]
+        self._smallest = None
 
     def _too_small(self, lowest: Plan) -> BudgetError:
         least = lowest.measured_bytes
         return BudgetError(
             f"no schedule fits a budget of {format_bytes(self.budget)} ({self.budget:,} bytes): "
             f"arguments and results alone take {format_bytes(self.fixed)}; the smallest budget "
-            f"that works is {format_bytes(least)} ({least:,} bytes)",
+            f"found to work is {format_bytes(least)} ({least:,} bytes)",
             least,
         )
 
@@ -347,12 +377,11 @@ class _Search:
         self.solving += time.perf_counter() - began
         return min(found, key=lambda c: c.seconds, default=None)
 
-    @functools.cache  # noqa: B019 - a search lives as long as one call of `plan`
     def smallest(self) -> _Candidate:
-        return min(
-            [_solved(self.model, self.tables, smallest(self.tables)), *self.others],
-            key=lambda c: c.peak,
-        )
+        if self._smallest is None:
+            solved = _solved(self.model, self.tables, smallest(self.tables))
+            self._smallest = min([solved, *self.others], key=lambda c: c.peak)
+        return self._smallest
 
     def _predicted(self, candidate: _Candidate) -> tuple[Plan, Any]:
         """A candidate as a plan, with the bytes that its step should need; and the traced step."""
@@ -501,6 +530,10 @@ def _as_in_axes(labels: Sequence[int | None], rank: int) -> Any:
     return tuple(labels.index(a) if a in labels else None for a in range(rank))
 
 
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
 def _is_module(x: Any) -> bool:
     from flax import nnx
 
@@ -514,7 +547,9 @@ def _as_json(plan: Plan) -> dict[str, Any]:
     return {"jaxtile": "plan", "version": 1, **found}
 
 
-def _from_json(found: dict[str, Any]) -> Plan:
+def _from_json(found: Any) -> Plan:
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
     if found.pop("jaxtile") != "plan" or found.pop("version") != 1:
         raise ValueError("it was written by another version")
 

@@ -281,3 +281,23 @@ def test_errors_are_for_users():
         jax.jit(lambda x: memory(jnp.sin, x).predicted.bytes.total)(jnp.ones(3))
     with pytest.raises(ValueError, match="`donated` has 2 entries for 1 arguments"):
         predict_memory(jax.make_jaxpr(jnp.sin)(1.0), donated=(True, False))
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda x: x.reshape(4, 4, 16).transpose(2, 1, 0) + 1,
+        lambda x: conv(x.reshape(1, 16, 8, 2), jnp.ones((3, 3, 2, 2), x.dtype)),
+        lambda x: jnp.einsum("bshd,bthd->bhst", *[x.reshape(2, 8, 4, 4)] * 2),
+        lambda x: jnp.tensordot(x[None], x[:, None], 1).transpose(2, 1, 0, 3),
+        lambda x: jax.lax.scan(lambda c, a: (c, a @ c), x, x[None])[1].transpose(2, 1, 0),
+        lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, cuda=jnp.cos),
+    ],
+    ids=["transpose", "conv", "einsum", "dot", "scan", "platform"],
+)
+def test_reshaped_operands(fun):
+    traced = jax.make_jaxpr(fun)(shape(16, 16))
+    for platform in ("cpu", "gpu"):
+        found = predict_memory(traced, platform=platform)
+        assert found.bytes.arguments == 4 * 256
+        assert found.bytes.outputs > 0

@@ -71,7 +71,7 @@ def test_a_large_budget_gives_plain_jax():
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():
-    with pytest.raises(policies.BudgetError, match="smallest budget that works") as raised:
+    with pytest.raises(policies.BudgetError, match="smallest budget found to work") as raised:
         plan(budget="10kB")
     least = raised.value.smallest
     assert f"{least:,}" in str(raised.value)
@@ -150,12 +150,84 @@ def test_modules():
     assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, atol=1e-6), got, plain))
 
 
+def fan(weights, x):
+    """Twenty branches from one array."""
+    return sum(jnp.sum(jnp.tanh(conv(x, weights[0] * i))) for i in range(20))
+
+
+def clipped(weights, x):
+    """A backward rule that must see whole cotangents: some grids are refused."""
+    for i, w in enumerate(weights[:3]):
+        x = checkpoint_name(jnp.tanh(conv(clip_gradient(x), w)), f"layer{i}")
+    return jnp.sum(x)
+
+
+@jax.custom_vjp
+def clip_gradient(x):
+    return x
+
+
+clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+@pytest.mark.parametrize("fun", [fan, clipped, lambda w, x: network(w, x[:, :9, :7])[None]])
+def test_the_smallest_budget_works_and_so_does_every_larger_one(fun):
+    weights, x = WEIGHTS, normal(0, 1, 11, 9, 4)
+    quiet = {"in_axes": AXES, "progress": lambda line: None}
+    with pytest.raises(policies.BudgetError) as raised:
+        policies.plan(fun, weights, x, budget=100, **quiet)
+    least = raised.value.smallest
+    for share in (1.0, 1.1, 1.3, 1.7):
+        found = policies.plan(fun, weights, x, budget=share * least, **quiet)
+        assert found.measured_bytes <= share * least
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda w, x: jnp.sum(w[0]),
+        lambda w, x: jnp.sum(x),
+        lambda w, x: jnp.sum(jnp.tanh(x.mean((1, 2)) @ w[0][0, 0])),
+        lambda w, x: jnp.sum(jnp.tanh(conv(x[:, :1, :1], w[0]))),
+        lambda w, x: jnp.argmax(conv(x, w[0]), -1),
+        lambda w, x: (3.0, jnp.sum(conv(x, w[0]))),
+        lambda w, x: conv(x, w[0]),
+        lambda w, x: jnp.sum(jnp.fft.fft(conv(x, w[0]), axis=1).real),
+    ],
+)
+def test_odd_functions(fun):
+    found = plan(fun, "1GB")
+    assert found.measured_bytes <= 10**9
+    assert_same(fun, WEIGHTS, IMAGE, in_axes=AXES, tiles="whole", policy=found)
+
+
+def test_arguments_that_are_numbers():
+    found = policies.plan(
+        lambda w, x, n: network(w, x * n),
+        WEIGHTS,
+        IMAGE,
+        3,
+        in_axes=(*AXES, None),
+        budget="1GB",
+        progress=lambda line: None,
+    )
+    assert found.stages
+
+
+def test_nothing_to_plan():
+    with pytest.raises(ValueError, match="nothing to plan"):
+        plan(lambda w, x: x)
+
+
 def test_saved_and_loaded(tmp_path):
     found = plan()
     found.save(tmp_path / "plan.json")
     assert policies.Plan.load(tmp_path / "plan.json") == found
     (tmp_path / "broken.json").write_text('{"jaxtile": "plan", "version": 1}')
-    with pytest.raises(ValueError, match=r"broken.json is not a plan"):
+    with pytest.raises(ValueError, match=r"broken.json is not a plan: it has no 'stages'"):
+        policies.Plan.load(tmp_path / "broken.json")
+    (tmp_path / "broken.json").write_text("null")
+    with pytest.raises(ValueError, match="no JSON object"):
         policies.Plan.load(tmp_path / "broken.json")
 
 
@@ -163,6 +235,9 @@ def test_a_plan_for_another_size_is_refused():
     tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=plan())
     with pytest.raises(ValueError, match="made for another function, or for other shapes"):
         tiled(WEIGHTS, normal(0, 1, 32, 48, 4))
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (0, 1)), policy=plan())
+    with pytest.raises(ValueError, match="made for another function, or for other shapes"):
+        tiled(WEIGHTS, IMAGE)
 
 
 def test_drawn(tmp_path):

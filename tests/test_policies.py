@@ -1,5 +1,6 @@
 """The catalogue of policies, by name and by what they store."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
@@ -90,6 +91,49 @@ def test_tiles_given_by_the_caller_win():
     assert [r.grid for r in explained.regions] == [(2, 2), (2, 2)]
 
 
+def test_tiles_do_not_touch_what_the_policy_keeps():
+    explained = jaxtile.explain(
+        named, WEIGHTS, IMAGE, in_axes=AXES, tiles=(2, 2), policy=policies.resolve("store_all")
+    )
+    assert {r.grid for r in explained.regions} == {None}
+    with pytest.raises(jaxtile.TilingError, match="must be one grid"):
+        jaxtile.explain(
+            named,
+            WEIGHTS,
+            IMAGE,
+            in_axes=AXES,
+            tiles={...: (2, 2)},
+            policy=policies.resolve("sqrt"),
+        )
+
+
+def test_a_name_that_returns_is_stored_each_time():
+    def repeated(weights, x):
+        for w in weights:
+            x = checkpoint_name(jnp.tanh(conv(x, w)), "act")
+        return jnp.mean(x**2)
+
+    assert stored("names:act", repeated) == ["act"] * len(WEIGHTS)
+
+
+def test_a_policy_must_be_resolved():
+    with pytest.raises(jaxtile.TilingError, match=r"policies\.resolve"):
+        jaxtile.checkpoint(named, in_axes=AXES, policy="sqrt")
+
+
+def test_the_wrong_number_of_axes():
+    with pytest.raises(ValueError, match="has 1 numbers, but `in_axes` has 2"):
+        stored("tiled:4")
+
+
+def test_effects_are_no_results():
+    def shouting(weights, x):
+        jax.debug.callback(lambda total: None, weights[0].sum())
+        return named(weights, x)
+
+    assert stored("store_convs", shouting) == ["conv0", "conv1", "conv2", "conv3"]
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -101,6 +145,9 @@ def test_tiles_given_by_the_caller_win():
         ("budget:lots", "2GiB"),
         ("tiled:4xq", "positive"),
         ("lower_sets:-1", "not an amount"),
+        ("budget:1.2.3GB", "not an amount"),
+        ("budget:1e400", "not an amount"),
+        ("sqrt:", "must be written 'sqrt'"),
     ],
 )
 def test_bad_strings(text, message):

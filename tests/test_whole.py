@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 
-from .support import assert_same, conv, normal
+from .support import assert_close, assert_same, conv, normal
 
 IMAGE = normal(0, 2, 13, 11, 3)
 WEIGHTS = [normal(i, 3, 3, 3, 3) for i in range(1, 5)]
@@ -92,3 +92,38 @@ def test_recomputation_survives_compilation():
     for policy in (None, saved("relu1")):
         again = jaxtile.checkpoint(network, in_axes=AXES, policy=policy)
         assert convolutions(again) == plain + len(WEIGHTS)
+
+
+def test_second_derivatives_through_host_memory():
+    def fun(w, x):
+        return jnp.sum(jnp.sin(checkpoint_name(jnp.tanh(x * w), "relu1")))
+
+    for policy in (saved("relu1"), offloaded("relu1")):
+        again = jaxtile.checkpoint(fun, in_axes=AXES, policy=policy)
+        got, want = (jax.grad(jax.grad(f))(0.7, IMAGE) for f in (again, fun))
+        assert_close(got, want)
+
+
+def test_offloaded_under_vmap():
+    def fun(w, x):
+        return jnp.sum(jnp.sin(checkpoint_name(jnp.tanh(x * w), "relu1")))
+
+    again = jaxtile.checkpoint(fun, in_axes=AXES, policy=offloaded("relu1"))
+    weights = jnp.array([1.0, 2.0])
+    got, want = (jax.vmap(jax.grad(f), (0, None))(weights, IMAGE) for f in (again, fun))
+    assert_close(got, want)
+
+
+def test_the_sign_of_zero_survives():
+    def fun(w, x):
+        return jnp.sum(jnp.where(jnp.signbit(x), 2 * x * w.sum(), 3 * x))
+
+    zeros = -jnp.zeros_like(IMAGE)
+    again = jaxtile.checkpoint(fun, in_axes=AXES)
+    got, want = (jax.jit(jax.grad(f, 1))(WEIGHTS[0], zeros) for f in (again, fun))
+    assert jnp.array_equal(got, want)
+
+
+def test_results_that_are_python_numbers_become_arrays():
+    out = jaxtile.checkpoint(lambda w, x: (3.0, conv(x, w), 2), in_axes=AXES)(WEIGHTS[0], IMAGE)
+    assert all(isinstance(x, jax.Array) for x in out)
