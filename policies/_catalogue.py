@@ -175,7 +175,7 @@ def _budget(argument: str):
     plans: dict[str, Mapping[Any, Choice]] = {}
 
     def decide(outline: Outline):
-        from ._plan import plan_outline
+        from ._planner import plan_outline
 
         if not outline.parts:
             return {...: Choice(None)}

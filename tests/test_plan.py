@@ -15,7 +15,7 @@ import policies
 from experiments.problems import problem, shape_of
 from policies._costs import BUILT_IN
 from policies._model import Model
-from policies._plan import default_step, portfolio
+from policies._planner import default_step, portfolio
 from policies._solver import fastest, smallest
 
 from .support import assert_close, assert_same, conv, normal
