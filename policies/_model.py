@@ -79,15 +79,10 @@ class Model:
         self.last = np.array([max(r, default=i) for i, r in enumerate(readers)])
         self.first_reader = np.array([min(r, default=self.n) for r in readers])
         # Per cut, the first reader after it of what was made before it.
-        self.next_reader = np.array(
-            [
-                [
-                    min((k for k in r if k >= c), default=self.n) if i < c else self.n
-                    for i, r in enumerate(readers)
-                ]
-                for c in range(self.n + 1)
-            ]
-        )
+        self.next_reader = np.full((self.n + 1, self.n), self.n)
+        for i, found in enumerate(readers):
+            for k in sorted(found, reverse=True):
+                self.next_reader[i + 1 : k + 1, i] = k
         unfused = self.cotangent * (self.held > 0)
         crossing = [unfused * self.live(c) for c in range(self.n + 1)]
         # While operation p is differentiated, the cotangents on both of its sides exist.
