@@ -280,8 +280,8 @@ class Model:
                     tables.added[target] = tables.added[source] - self.bytes[value]
 
 
-def grids(outline: Outline, finest: int = 16) -> list[tuple[int, ...]]:
-    """Grids to try: powers of two; along axes without a halo (a batch) first, then along all."""
+def grids(outline: Outline) -> list[tuple[int, ...]]:
+    """Grids to try: along axes without a halo (a batch) first, then along all."""
     parts = [p for p in outline.parts if p.tiled]
     if not parts:
         return []
@@ -298,7 +298,7 @@ def grids(outline: Outline, finest: int = 16) -> list[tuple[int, ...]]:
     free = max((int(n) for n, h in zip(longest, halo, strict=True) if not h), default=1)
     powers = [2**i for i in range(1, 11)]
     found = [grid(n, 1) for n in powers if n < free] + [grid(free, 1)]
-    found += [grid(free, n) for n in powers if n <= finest]
+    found += [grid(free, n) for n in (2, 3, 4, 6, 8, 12, 16)]
     return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]
 
 
