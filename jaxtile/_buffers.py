@@ -258,6 +258,7 @@ class _Lifetimes:
             for body in node.bodies:
                 branch = node.op == "cond"
                 found += self.run(body, inside=True, outside=body.outputs if branch else ())
+                found += [Buffer(v.bytes, start, self.now, "tile", v) for v in body.prepared]
             if node.op == "barrier":
                 continue
             dying = {

@@ -227,6 +227,9 @@ _UNKNOWN = user_line(None)
 
 def _kept(buffer: Buffer) -> Kept:
     value = buffer.what
+    if value.node is None:
+        label = "kernel in another dimension order"
+        return Kept(label, buffer.kind, value.shape, str(value.dtype), buffer.bytes, "")
     label = value.name or value.node.label
     if value.node.for_layout:
         label += " in another dimension order"

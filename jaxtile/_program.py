@@ -182,6 +182,9 @@ class Program:
     ):
         context = context or Context()
         self.platform, self.nodes = platform, []
+        self.prepared: dict[Value, None] = {}
+        """Kernels that a loop gets from outside, and a library wants in another order: a GPU's
+        compiler copies them once, before the loop."""
         self._equal: dict[Any, Any] = {}
         self.arguments = [Value(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
         constants = [Value(v.aval.shape, v.aval.dtype) for v in jaxpr.constvars]
@@ -447,6 +450,8 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
         program.in_order(inputs[0], (lhs[0], *lhs[2:], lhs[1]), context),
         program.in_order(inputs[1], (*rhs[2:], rhs[1], rhs[0]), context),
     ]
+    if program.platform != "cpu" and inputs[1].base in program.arguments:
+        program.prepared[inputs[1].base] = None
     usual = (out[0], *out[2:], out[1])
     if program.platform != "cpu":
         usual = tuple(range(n))

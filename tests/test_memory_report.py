@@ -301,3 +301,13 @@ def test_reshaped_operands(fun):
         found = predict_memory(traced, platform=platform)
         assert found.bytes.arguments == 4 * 256
         assert found.bytes.outputs > 0
+
+
+def test_on_a_gpu_kernels_are_prepared_before_a_loop():
+    """Once per loop, in the order that the library wants; not once per tile."""
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(4, 4))
+    args = shapes(size=32, layers=3, channels=64)
+    found = predict_memory(jax.make_jaxpr(training(tiled))(*args), platform="gpu", largest=20)
+    kernels = [k for k in found.largest if k.label == "kernel in another dimension order"]
+    assert [k.shape for k in kernels] == [(3, 3, 64, 64)] * 3
+    assert {k.kind for k in kernels} == {"tile"}
