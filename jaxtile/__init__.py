@@ -17,6 +17,7 @@ from ._errors import TilingError as TilingError
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 from ._liveness import replay as replay
+from ._memory import Bytes as Bytes
 from ._memory import Memory as Memory
 from ._memory import memory as memory
 from ._memory import predict_memory as predict_memory

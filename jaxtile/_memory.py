@@ -41,6 +41,17 @@ class Bytes:
     def total(self) -> int:
         return self.arguments + self.outputs + self.temporaries - self.aliases
 
+    @classmethod
+    def of(cls, executable: Any) -> Bytes:
+        """What XLA says of a compiled program."""
+        analysis = executable.memory_analysis()
+        return cls(
+            analysis.argument_size_in_bytes,
+            analysis.output_size_in_bytes,
+            analysis.alias_size_in_bytes,
+            analysis.temp_size_in_bytes,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
@@ -243,13 +254,7 @@ def _read_compiled(executable: Any) -> tuple[Compiled, list[str]]:
     """Never raises: what cannot be read is None, with the reason."""
     missing, found, host = [], None, 0
     try:
-        analysis = executable.memory_analysis()
-        found = Bytes(
-            analysis.argument_size_in_bytes,
-            analysis.output_size_in_bytes,
-            analysis.alias_size_in_bytes,
-            analysis.temp_size_in_bytes,
-        )
+        found, analysis = Bytes.of(executable), executable.memory_analysis()
         names = ("host_temp_size_in_bytes", "host_output_size_in_bytes")
         host = sum(getattr(analysis, name, 0) for name in names)
     except Exception as error:

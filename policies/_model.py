@@ -52,10 +52,22 @@ class Stretches:
     """Bytes that stay stored after its forward pass."""
 
 
+class EstimatedStage(NamedTuple):
+    """Operations `start` to `end`, both included."""
+
+    start: int
+    end: int
+    choice: Choice
+    seconds: float
+    working: float
+    """Bytes beyond what is stored before it."""
+
+
 class Estimate(NamedTuple):
     seconds: float
     peak: float
     """Bytes of temporaries."""
+    stages: tuple[EstimatedStage, ...]
 
 
 class Model:
@@ -133,8 +145,8 @@ class Model:
         stored = {k for k, _ in ends}
         on_device = {k for k, choice in ends if not choice.offload}
         kept: set[int] = set()
-        seconds = peak = 0.0
-        start = 0
+        stages: list[EstimatedStage] = []
+        peak, start = 0.0, 0
         for end, choice in [*ends, (self.n - 1, rest)]:
             own = list(range(start, end + 1))
             if not own:
@@ -143,15 +155,16 @@ class Model:
             before = sum(self.bytes[k] for k in on_device if k < start)
             before += sum(self.held[k] for k in kept - on_device)
             cost, extra = self._stage(own, again, choice.grid)
-            seconds += cost
+            stages.append(EstimatedStage(start, end, choice, float(cost), float(extra)))
             peak = max(peak, before + extra)
             if choice.grid is KEEP:
                 kept |= set(own)
             start = end + 1
+        seconds = sum(stage.seconds for stage in stages)
         moved = 2 * sum(self.bytes[k] for k, choice in ends if choice.offload)
         if moved and self.costs.host_bandwidth:
             seconds += moved / self.costs.host_bandwidth
-        return Estimate(seconds, peak)
+        return Estimate(seconds, peak, tuple(stages))
 
     def _missing(self, own: list[int], held: set[int]) -> list[int]:
         """Earlier operations whose results are needed and not held."""

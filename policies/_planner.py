@@ -24,7 +24,7 @@ from jaxtile._trace import flat_axes
 from ._bytes import format_bytes, parse_bytes
 from ._catalogue import resolve
 from ._costs import Costs, costs, has_host_memory
-from ._model import Model, Stretches
+from ._model import EstimatedStage, Model, Stretches
 from ._plan import Plan, PlannedStage
 from ._solver import Solution, Stage, fastest, measured, smallest
 
@@ -228,8 +228,13 @@ class _Search:
                 above = min(above, candidate.peak)
             right = candidate.peak * (self.budget - self.fixed) / max(1, total - self.fixed) * 0.99
             allowed = right if below < right < above else (below + min(above, 2 * right)) / 2
-        if fits is None and self.smallest() not in tried:
-            least = self._compiled(*self._predicted(self.smallest()))
+        while fits is None and self.smallest() not in tried:
+            tried.add(self.smallest())
+            try:
+                least = self._compiled(*self._predicted(self.smallest()))
+            except jaxtile.TilingError as error:
+                self._leave_out(self.smallest(), error)
+                continue
             fits = least if least.measured_bytes <= self.budget else None
             lowest = least if lowest is None else min(least, lowest, key=_measured_bytes)
         if fits is None:
@@ -301,13 +306,7 @@ class _Search:
             f"{self.solving:.2f} s; compiling"
         )
         began = time.perf_counter()
-        analysis = traced.lower().compile().memory_analysis()
-        total = (
-            analysis.temp_size_in_bytes
-            + analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            - analysis.alias_size_in_bytes
-        )
+        total = jaxtile.Bytes.of(traced.lower().compile()).total
         verdict = "fits" if total <= self.budget else "is too much for"
         self.say(
             f"plan: compiled in {time.perf_counter() - began:.0f} s, {format_bytes(total)}: "
@@ -375,28 +374,27 @@ def _named(model: Model, text: str) -> _Candidate:
     choices = resolve(text).choose(model.outline)
     estimate = model.estimate(choices)
     parts = model.outline.parts
-    index = {p.name: k for k, p in enumerate(parts)}
-    ends = sorted(index[name] for name in choices if name is not ...)
-    stages, start = [], 0
-    for end in dict.fromkeys([*ends, len(parts) - 1]):
-        name = parts[end].name
-        choice = choices.get(name, choices[...])
-        stages.append(
-            PlannedStage(
-                first=parts[start].name,
-                last=name,
-                operations=end + 1 - start,
-                grid=choice.grid,
-                stored=(name,) if name in choices else (),
-                stored_bytes=int(model.bytes[end]) if name in choices else 0,
-                held_bytes=int(model.bytes[end]) if name in choices else 0,
-                offloaded=(name,) if choice.offload else (),
-                working_bytes=0,
-                seconds=0.0,
-            )
+
+    def planned(stage: EstimatedStage) -> PlannedStage:
+        name = parts[stage.end].name
+        stored = (name,) if name in choices else ()
+        kept = model.held[stage.start : stage.end + 1].sum()
+        size = int(model.bytes[stage.end]) if stored else 0
+        return PlannedStage(
+            first=parts[stage.start].name,
+            last=name,
+            operations=stage.end + 1 - stage.start,
+            grid=stage.choice.grid,
+            stored=stored,
+            stored_bytes=size,
+            held_bytes=int(kept) if stage.choice.grid is None else size,
+            offloaded=stored if stage.choice.offload else (),
+            working_bytes=int(stage.working),
+            seconds=stage.seconds,
         )
-        start = end + 1
-    return _Candidate(tuple(stages), choices[...], text, estimate.seconds, estimate.peak)
+
+    stages = tuple(map(planned, estimate.stages))
+    return _Candidate(stages, choices[...], text, estimate.seconds, estimate.peak)
 
 
 def _arguments_and_results(traced: Any) -> int:

@@ -15,7 +15,7 @@ import policies
 from experiments.problems import problem, shape_of
 from policies._costs import BUILT_IN
 from policies._model import Model
-from policies._planner import default_step, portfolio
+from policies._planner import _named, default_step, portfolio
 from policies._solver import fastest, smallest
 
 from .support import assert_close, assert_same, conv, normal
@@ -254,6 +254,15 @@ def test_explained():
     assert "tiles" in text
     assert all(name in text for s in found.stages for name in s.stored[:4])
     assert str(found) == text
+
+
+@pytest.mark.parametrize("text", ["store_all", "store_convs", "sqrt", "tiled:4x4"])
+def test_stages_of_a_policy_have_their_own_figures(text):
+    outline = jaxtile.outline(network, WEIGHTS, IMAGE, in_axes=AXES)
+    found = _named(Model(outline, BUILT_IN["gpu"]), text)
+    assert found.seconds == pytest.approx(sum(s.seconds for s in found.stages))
+    assert all(s.seconds > 0 and s.working_bytes > 0 for s in found.stages)
+    assert sum(s.operations for s in found.stages) == len(outline.parts)
 
 
 CASES = {
