@@ -1,0 +1,140 @@
+"""What an image is: a shape, a dtype, and a function that reads a window."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Window = tuple[int, int, int, int]
+"""`y0, y1, x0, x1`."""
+
+
+class ImageError(ValueError):
+    """What is wrong with a file, which the message names."""
+
+    def __init__(self, path: str | Path, reason: str):
+        super().__init__(f"{path}: {reason}")
+        self.path = Path(path)
+        self.reason = reason
+
+
+class Image:
+    """An image on disk; `image[y0:y1, x0:x1]` reads that window as an array (h, w, C).
+
+    A window reaches at most to the image's edges: beyond them is an `IndexError`, for a window that
+    is silently smaller than was asked for would be a wrong result elsewhere.
+
+    Attributes:
+      path: the file, or the directory of a zarr array.
+      shape: (H, W, C).
+      dtype: of the windows, in native byte order.
+      whole: whether the format has no windows, so that the first read decodes everything.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        shape: Sequence[int],
+        dtype: Any,
+        read: Callable[[Window], np.ndarray],
+        *,
+        close: Callable[[], None] = lambda: None,
+        whole: bool = False,
+    ):
+        self.path = path
+        self.shape = image_shape(path, shape)
+        self.dtype = image_dtype(path, dtype)
+        self.whole = whole
+        self._read, self._close = read, close
+
+    def __getitem__(self, slices: tuple[slice, slice]) -> np.ndarray:
+        window = y0, y1, x0, x1 = window_of(slices, self.path, self.shape)
+        try:
+            values = self._read(window)
+        except ImageError:
+            raise
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise ImageError(
+                self.path,
+                f"rows {y0} to {y1}, columns {x0} to {x1} cannot be read: the file is truncated or "
+                f"corrupt ({describe(error)})",
+            ) from error
+        return np.array(values, self.dtype).reshape(y1 - y0, x1 - x0, self.shape[2])
+
+    def close(self) -> None:
+        self._close()
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Image({str(self.path)!r}, shape={self.shape}, dtype={self.dtype})"
+
+
+def image_shape(path: Path, shape: Sequence[int]) -> tuple[int, int, int]:
+    """(H, W) or (H, W, C) as (H, W, C)."""
+    shape = tuple(int(n) for n in shape)
+    if len(shape) not in (2, 3):
+        raise ImageError(
+            path, f"an image is (H, W) or (H, W, C), but this has {len(shape)} dimensions, {shape}"
+        )
+    if min(shape) < 1:
+        raise ImageError(path, f"its shape {shape} holds no pixel")
+    return shape if len(shape) == 3 else (*shape, 1)
+
+
+def image_dtype(path: Path, dtype: Any) -> np.dtype:
+    """In native byte order; booleans are read as 0 and 1."""
+    dtype = np.dtype(dtype)
+    if dtype.kind == "b":
+        return np.dtype(np.uint8)
+    if dtype.kind not in "uif":
+        raise ImageError(path, f"its values are {dtype}, but an image has integers or floats")
+    return dtype.newbyteorder("=")
+
+
+def window_of(
+    slices: tuple[slice, slice], path: Path, shape: tuple[int, int, int]
+) -> tuple[int, int, int, int]:
+    """The bounds of `image[y0:y1, x0:x1]`, which must lie inside the image."""
+    if not (isinstance(slices, tuple) and [type(s) for s in slices] == [slice, slice]):
+        raise IndexError(f"{path}: an image is indexed as image[y0:y1, x0:x1], not with {slices!r}")
+    bounds = []
+    for axis, (part, size) in enumerate(zip(slices, shape, strict=False)):
+        start = 0 if part.start is None else int(part.start)
+        stop = size if part.stop is None else int(part.stop)
+        if part.step not in (None, 1) or not 0 <= start <= stop <= size:
+            raise IndexError(
+                f"{path}: {'rows' if axis == 0 else 'columns'} {start} to {stop} (step "
+                f"{part.step or 1}) are no window of an image of shape {shape}"
+            )
+        bounds += [start, stop]
+    return tuple(bounds)
+
+
+def require(module: str, path: Path) -> types.ModuleType:
+    """An optional package; not an `ImageError`, since the file is not to blame."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = {"PIL": "pillow"}.get(module.partition(".")[0], module)
+        raise ImportError(
+            f"{path}: this format needs the package {package}: pip install {package}, or "
+            "pip install 'jaxtile[train]'"
+        ) from error
+
+
+def describe(error: Exception) -> str:
+    """Another library's error on one line, of bounded length."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

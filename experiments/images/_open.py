@@ -1,0 +1,146 @@
+"""Opening images: by suffix, with what can be wrong with a file found out before it is used."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._base import Image, ImageError, Window, describe, require
+from ._tiff import open_tiff
+
+LARGEST_WHOLE = 2**28
+"""Pixels of a PNG or JPEG, which is decoded whole."""
+
+_PILLOW_READERS = {
+    ".png": ("PngImagePlugin", "PngImageFile"),
+    ".jpg": ("JpegImagePlugin", "JpegImageFile"),
+    ".jpeg": ("JpegImagePlugin", "JpegImageFile"),
+}
+
+
+def open_image(path: str | Path) -> Image:
+    """Opens an image to read windows of it: `open_image(path)[y0:y1, x0:x1]`, (h, w, C).
+
+    The values are those in the file. Palette images give their indices and 1-bit images 0 and 1,
+    since that is what masks are made of; rotations in JPEG metadata are not applied.
+
+    * `.tif`, `.tiff`: tiled and striped, BigTIFF, full resolution of a pyramid; a window decodes
+      only the tiles or strips that it touches. Pages of one channel each become channels.
+    * `.npy`: (H, W) or (H, W, C), mapped into memory.
+    * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C).
+    * `.png`, `.jpg`, `.jpeg`: these formats have no windows. The first read decodes the whole
+      image and keeps it until the image is closed; beyond 2^28 pixels they are refused.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ImageError(path, "there is no such file")
+    if path.is_dir():
+        return _open_zarr(path)
+    suffix = path.suffix.lower()
+    if suffix not in _OPENERS:
+        raise ImageError(
+            path, f"the suffix {suffix!r} is not one of {', '.join(SUFFIXES)}: save it as one"
+        )
+    if path.stat().st_size == 0:
+        raise ImageError(path, "is empty (0 bytes)")
+    return _OPENERS[suffix](path)
+
+
+def is_image_name(path: Path) -> bool:
+    """Whether a folder's entry is to be read as an image: not hidden, with a known suffix."""
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+
+
+def _open_npy(path: Path) -> Image:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        if not isinstance(array, np.ndarray):
+            raise ValueError("an archive of several arrays")
+    except Exception as error:
+        raise ImageError(
+            path, f"is not an array in .npy format, or is truncated ({describe(error)})"
+        ) from error
+    return Image(path, array.shape, array.dtype, lambda window: _cut(array, window))
+
+
+def _open_zarr(path: Path) -> Image:
+    if (path / "zarr.json").exists():
+        driver = "zarr3"
+    elif (path / ".zarray").exists():
+        driver = "zarr"
+    else:
+        inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())[:4]
+        raise ImageError(
+            path,
+            "is a directory without a zarr array (no zarr.json or .zarray)"
+            + (f"; if it is a group, name the array in it: {', '.join(inside)}" if inside else ""),
+        )
+    tensorstore = require("tensorstore", path)
+    store = {"driver": "file", "path": str(path.resolve())}
+    try:
+        array = tensorstore.open({"driver": driver, "kvstore": store}, read=True).result()
+        dtype = array.dtype.numpy_dtype
+    except Exception as error:
+        raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
+    return Image(path, array.shape, dtype, lambda window: _cut(array, window).read().result())
+
+
+def _open_with_pillow(path: Path) -> Image:
+    module, reader = _PILLOW_READERS[path.suffix.lower()]
+    reader = getattr(require(f"PIL.{module}", path), reader)
+    try:
+        # The reader itself rather than PIL.Image.open, whose limit on pixels is a global setting.
+        with reader(path) as image:
+            (width, height), mode = image.size, image.mode
+            raw_mode = image.tile[0].args if image.tile else ""
+    except Exception as error:
+        kind = "PNG" if module.startswith("Png") else "JPEG"
+        raise ImageError(path, f"is not a {kind}, or is corrupt ({describe(error)})") from error
+    if height * width > LARGEST_WHOLE:
+        raise ImageError(
+            path,
+            f"{height} x {width} pixels are more than the {LARGEST_WHOLE} that a format without "
+            "windows may have: convert it to a tiled TIFF, of which windows can be read",
+        )
+    # Pillow reads 16-bit grey values, but cuts 16-bit colours to 8 bits.
+    wide = mode != "I;16" and ";16" in str(raw_mode)
+    channels = {"LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 3}.get(mode, 1)
+    dtype = np.uint16 if wide or mode.startswith("I") else np.uint8
+
+    def decode() -> np.ndarray:
+        if wide:
+            return require("imagecodecs", path).png_decode(path.read_bytes())
+        with reader(path) as image:
+            return np.asarray(image.convert("RGB") if mode == "CMYK" else image)
+
+    lock = threading.Lock()
+    held: list[np.ndarray] = []
+
+    def read(window: Window) -> np.ndarray:
+        with lock:
+            if not held:
+                held.append(decode())
+            return _cut(held[0], window)
+
+    shape = (height, width, channels)
+    return Image(path, shape, dtype, read, close=held.clear, whole=True)
+
+
+def _cut(array: Any, window: Window) -> Any:
+    y0, y1, x0, x1 = window
+    return array[y0:y1, x0:x1]
+
+
+_OPENERS: dict[str, Callable[[Path], Image]] = {
+    ".tif": open_tiff,
+    ".tiff": open_tiff,
+    ".npy": _open_npy,
+    ".zarr": _open_zarr,
+    **dict.fromkeys(_PILLOW_READERS, _open_with_pillow),
+}
+
+SUFFIXES = tuple(_OPENERS)

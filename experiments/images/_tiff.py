@@ -1,0 +1,183 @@
+"""TIFF by segments: a window decodes only the tiles, or strips, that it touches.
+
+A page is a grid of segments (tiles; or strips, as wide as the image), which are compressed one by
+one; with separate planes, one such grid per channel. Uncompressed pages that lie in one piece are
+mapped into memory instead. The last few megabytes of decoded segments are kept, for windows that
+overlap.
+
+Known inefficiency: a strip is as wide as the image, and some programs write one compressed strip
+for the whole image; it has to be decoded whole. Tiled files do not have this trouble.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._base import Image, ImageError, Window, describe, require
+
+CACHE_BYTES = 32 * 2**20
+"""Of decoded segments, per open image; the newest segment stays however large it is."""
+
+_PLAIN_KINDS = ("generic", "uniform", "shaped")
+"""Kinds of series that say nothing on what further pages are; microscopes' own kinds do."""
+
+_JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
+
+
+def open_tiff(path: Path) -> Image:
+    """The first image of a TIFF at its full resolution."""
+    tifffile = require("tifffile", path)
+    try:
+        file = tifffile.TiffFile(path)
+    except Exception as error:
+        raise ImageError(path, f"is not a TIFF, or is corrupt ({describe(error)})") from error
+    try:
+        reader = _Reader(path, file, _pages(path, file))
+        return Image(path, reader.shape, reader.dtype, reader.read, close=file.close)
+    except Exception as error:
+        file.close()
+        if isinstance(error, ImageError):
+            raise
+        raise ImageError(path, f"its header is corrupt ({describe(error)})") from error
+
+
+def _pages(path: Path, file: Any) -> list[Any]:
+    """The pages that make up the image: one, or one for each channel."""
+    if not file.series:
+        raise ImageError(path, "is a TIFF without an image in it")
+    first, *others = file.series
+    others = [series for series in others if not series.keyframe.is_reduced]
+    if others and first.kind in _PLAIN_KINDS:
+        shapes = ", ".join(str(tuple(series.shape)) for series in file.series[:4])
+        raise ImageError(path, f"its pages differ ({shapes}); save the one to use in its own file")
+    level = first.levels[0]
+    pages = list(level.pages)
+    page = level.keyframe
+    separate, depth, *_, contiguous = page.shaped
+    stack = math.prod(level.shape) != len(pages) * math.prod(page.shaped) or None in pages
+    if depth > 1 or stack or (len(pages) > 1 and separate * contiguous > 1):
+        raise ImageError(
+            path,
+            f"holds a stack of images, shape {tuple(level.shape)} (axes {level.axes}); save each "
+            "image in its own file",
+        )
+    return pages
+
+
+class _Reader:
+    def __init__(self, path: Path, file: Any, pages: list[Any]):
+        self.path, self.file, self.pages = path, file, pages
+        self.page = page = pages[0].keyframe
+        self.separate, _, height, width, self.contiguous = page.shaped
+        self.shape = (height, width, len(pages) * self.separate * self.contiguous)
+        if page.dtype is None:
+            raise ImageError(
+                path, f"{page.bitspersample} bits per sample are not supported; use 8, 16 or 32"
+            )
+        self.dtype = page.dtype
+        self.segment_height = page.tilelength if page.is_tiled else page.rowsperstrip
+        self.segment_width = page.tilewidth if page.is_tiled else width
+        self.rows = math.ceil(height / self.segment_height)
+        self.columns = math.ceil(width / self.segment_width)
+        self.cache: collections.OrderedDict[tuple[int, int], np.ndarray] = collections.OrderedDict()
+        self.lock = threading.Lock()
+        for page in pages:
+            self._check_data(page)
+        self.maps = self._mapped()
+
+    def _check_data(self, page: Any) -> None:
+        offsets, counts = page.dataoffsets, page.databytecounts
+        expected = self.separate * self.rows * self.columns
+        if min(len(offsets), len(counts)) < expected:
+            raise ImageError(
+                self.path,
+                f"is corrupt: {expected} segments make up its {self.shape}, but it lists "
+                f"{min(len(offsets), len(counts))}",
+            )
+        end = max(offset + count for offset, count in zip(offsets, counts, strict=False))
+        if end > self.file.filehandle.size:
+            raise ImageError(
+                self.path,
+                f"is truncated: its data reach to byte {end}, but the file has "
+                f"{self.file.filehandle.size} bytes",
+            )
+
+    def _mapped(self) -> list[np.ndarray] | None:
+        """Per page, an array (planes, H, W, channels) in the file; None where that cannot be."""
+        if not all(page.is_memmappable for page in self.pages):
+            return None
+        dtype = np.dtype(self.file.byteorder + self.dtype.char)
+        shape = (self.separate, *self.shape[:2], self.contiguous)
+        return [np.memmap(self.path, dtype, "r", page.dataoffsets[0], shape) for page in self.pages]
+
+    def read(self, window: Window) -> np.ndarray:
+        y0, y1, x0, x1 = window
+        planes = len(self.pages) * self.separate
+        values = np.empty((planes, y1 - y0, x1 - x0, self.contiguous), self.dtype)
+        for plane in range(planes):
+            page, sample = divmod(plane, self.separate)
+            if self.maps is not None:
+                values[plane] = self.maps[page][sample, y0:y1, x0:x1]
+            elif values.size:
+                self._fill(values[plane], window, page, sample)
+        return np.moveaxis(values, 0, 2).reshape(y1 - y0, x1 - x0, self.shape[2])
+
+    def _fill(self, values: np.ndarray, window: Window, page: int, sample: int) -> None:
+        y0, y1, x0, x1 = window
+        height, width = self.segment_height, self.segment_width
+        for row in range(y0 // height, (y1 - 1) // height + 1):
+            for column in range(x0 // width, (x1 - 1) // width + 1):
+                segment = self._segment(page, (sample * self.rows + row) * self.columns + column)
+                top, left = row * height, column * width
+                bottom, right = top + segment.shape[0], left + segment.shape[1]
+                rows, columns = (max(y0, top), min(y1, bottom)), (max(x0, left), min(x1, right))
+                values[rows[0] - y0 : rows[1] - y0, columns[0] - x0 : columns[1] - x0] = segment[
+                    rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left
+                ]
+
+    def _segment(self, page: int, index: int) -> np.ndarray:
+        """One decoded tile or strip, (h, w, channels), cut at the image's edges."""
+        with self.lock:
+            key = page, index
+            if key not in self.cache:
+                self.cache[key] = self._decode(page, index)
+            self.cache.move_to_end(key)
+            segment = self.cache[key]
+            held = sum(value.nbytes for value in self.cache.values())
+            while held > CACHE_BYTES and len(self.cache) > 1:
+                held -= self.cache.popitem(last=False)[1].nbytes
+            return segment
+
+    def _decode(self, page: int, index: int) -> np.ndarray:
+        offset = self.pages[page].dataoffsets[index]
+        count = self.pages[page].databytecounts[index]
+        arguments = {}
+        if self.page.compression in _JPEG_COMPRESSIONS:
+            arguments = {
+                "jpegtables": self.pages[page].jpegtables,
+                "jpegheader": self.page.jpegheader,
+            }
+        data = None  # a segment without bytes was never written: all of it has one value
+        if count:
+            self.file.filehandle.seek(offset)
+            data = self.file.filehandle.read(count)
+        try:
+            segment, _, (_, *shape) = self.page.decode(data, index, **arguments)
+        except Exception as error:
+            kind = "tile" if self.page.is_tiled else "strip"
+            raise ImageError(self.path, _undecodable(kind, index, error)) from error
+        if segment is None:
+            return np.full(shape, self.page.nodata, self.dtype)
+        return segment[0]
+
+
+def _undecodable(kind: str, index: int, error: Exception) -> str:
+    if "imagecodecs" in str(error) and "requires" in str(error):
+        return f"its compression needs another package: pip install imagecodecs ({error})"
+    return f"{kind} {index} cannot be decoded: the file is corrupt ({describe(error)})"

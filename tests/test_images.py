@@ -1,0 +1,362 @@
+"""Images on disk: every format against the whole array, and every way a file can be bad."""
+
+import os
+import sys
+import zlib
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from experiments import images
+from experiments.images import ImageError, _open, _tiff, create_image, open_image
+
+tifffile = pytest.importorskip("tifffile")
+pytest.importorskip("imagecodecs")
+pillow = pytest.importorskip("PIL.Image")
+tensorstore = pytest.importorskip("tensorstore")
+
+
+def values(*shape, dtype=np.uint8):
+    rng = np.random.default_rng(0)
+    if np.dtype(dtype).kind == "f":
+        return rng.normal(size=shape).astype(dtype)
+    return rng.integers(0, min(np.iinfo(dtype).max, 60000), shape, dtype, endpoint=True)
+
+
+def tiff(**arguments):
+    return lambda path, array: tifffile.imwrite(path, array, **arguments)
+
+
+def planar(**arguments):
+    def write(path, array):
+        tifffile.imwrite(path, np.moveaxis(array, -1, 0), planarconfig="separate", **arguments)
+
+    return write
+
+
+def pages(path, array):
+    with tifffile.TiffWriter(path) as writer:
+        for channel in np.moveaxis(array, -1, 0):
+            writer.write(channel, metadata=None, contiguous=False, compression="zlib")
+
+
+def pyramid(path, array):
+    tile = {"tile": (16, 16), "photometric": "rgb", "compression": "zlib"}
+    with tifffile.TiffWriter(path, bigtiff=True) as writer:
+        writer.write(array, subifds=2, **tile)
+        writer.write(array[::2, ::2], subfiletype=1, **tile)
+        writer.write(array[::4, ::4], subfiletype=1, **tile)
+
+
+def flat_pyramid(path, array):
+    tile = {"tile": (16, 16), "photometric": "rgb", "metadata": None}
+    with tifffile.TiffWriter(path) as writer:
+        writer.write(array, **tile)
+        writer.write(array[::2, ::2], subfiletype=1, **tile)
+
+
+def zarr(driver):
+    def write(path, array):
+        spec = {"driver": driver, "kvstore": {"driver": "file", "path": str(path)}}
+        tensorstore.open(spec, create=True, dtype=array.dtype, shape=array.shape).result().write(
+            array
+        ).result()
+
+    return write
+
+
+def png(mode=None):
+    def write(path, array):
+        image = pillow.fromarray(array)
+        image.save(path) if mode is None else image.convert(mode).save(path)
+
+    return write
+
+
+FORMATS = {
+    "tiff striped": (".tif", values(61, 47, 3), tiff(photometric="rgb", rowsperstrip=7)),
+    "tiff deflate": (".tif", values(61, 47, 3), tiff(compression="zlib", rowsperstrip=7)),
+    "tiff lzw tiled": (".tif", values(61, 47, 3), tiff(compression="lzw", tile=(16, 32))),
+    "tiff rgba": (".tiff", values(61, 47, 4), tiff(tile=(16, 16), photometric="rgb")),
+    "tiff predictor": (
+        ".tif",
+        values(61, 47, dtype=np.uint16),
+        tiff(tile=(16, 16), compression="zstd", predictor=True),
+    ),
+    "tiff big-endian": (".tif", values(61, 47, dtype=np.uint16), tiff(byteorder=">")),
+    "tiff float": (".tif", values(61, 47, dtype=np.float32), tiff(bigtiff=True)),
+    "tiff bool": (".tif", values(61, 47) > 99, tiff(photometric="minisblack")),
+    "tiff planes tiled": (
+        ".tif",
+        values(61, 47, 3),
+        planar(tile=(16, 16), compression="zlib", photometric="rgb"),
+    ),
+    "tiff planes": (".tif", values(61, 47, 3), planar(photometric="rgb")),
+    "tiff pages": (".tif", values(61, 47, 5), pages),
+    "tiff pyramid": (".tif", values(61, 47, 3), pyramid),
+    "tiff flat pyramid": (".tif", values(64, 48, 3), flat_pyramid),
+    "npy": (".npy", values(61, 47, 3), np.save),
+    "npy fortran": (".npy", np.asfortranarray(values(61, 47, dtype=np.int32)), np.save),
+    "zarr 2": (".zarr", values(61, 47, 3), zarr("zarr")),
+    "zarr 3": (".zarr", values(61, 47, dtype=np.uint16), zarr("zarr3")),
+    "png": (".png", values(61, 47, 3), png()),
+    "png rgba": (".PNG", values(61, 47, 4), png()),
+    "png grey": (".png", values(61, 47), png()),
+    "png 16 bits": (".png", values(61, 47, dtype=np.uint16), png()),
+    "png 1 bit": (".png", values(61, 47) > 99, png()),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_windows_are_slices(tmp_path, name):
+    suffix, array, write = FORMATS[name]
+    path = tmp_path / f"image{suffix}"
+    write(path, array)
+    whole = array.reshape(*array.shape[:2], -1)
+    with open_image(str(path)) as image:
+        assert image.shape == whole.shape
+        assert image.dtype == (np.uint8 if array.dtype == bool else array.dtype)
+
+        @hypothesis.settings(max_examples=12, deadline=None, derandomize=True)
+        @hypothesis.given(strategies.data())
+        def check(data):
+            ends = [
+                sorted(data.draw(strategies.tuples(*[strategies.integers(0, size)] * 2)))
+                for size in array.shape[:2]
+            ]
+            (y0, y1), (x0, x1) = ends
+            window = image[y0:y1, x0:x1]
+            assert window.dtype == image.dtype
+            np.testing.assert_array_equal(window, whole[y0:y1, x0:x1])
+
+        check()
+        np.testing.assert_array_equal(image[:, :], whole)
+
+
+def test_palettes_are_indices(tmp_path):
+    array = values(20, 30) % 4
+    image = pillow.fromarray(array, "L")
+    image.putpalette([9, 8, 7] * 256)
+    image.save(tmp_path / "mask.png")
+    np.testing.assert_array_equal(open_image(tmp_path / "mask.png")[:, :][..., 0], array)
+
+
+def test_sixteen_bit_colours_keep_their_bits(tmp_path):
+    import imagecodecs
+
+    array = values(20, 30, 3, dtype=np.uint16)
+    (tmp_path / "deep.png").write_bytes(imagecodecs.png_encode(array))
+    image = open_image(tmp_path / "deep.png")
+    assert image.dtype == np.uint16
+    np.testing.assert_array_equal(image[3:9, 4:8], array[3:9, 4:8])
+
+
+def test_jpeg(tmp_path):
+    pillow.fromarray(values(24, 32, 3)).save(tmp_path / "image.jpg")
+    expected = np.asarray(pillow.open(tmp_path / "image.jpg"))
+    image = open_image(tmp_path / "image.jpg")
+    assert image.whole
+    np.testing.assert_array_equal(image[3:20, 5:31], expected[3:20, 5:31])
+
+
+def test_jpeg_in_tiff(tmp_path):
+    array = np.broadcast_to(np.arange(64, dtype=np.uint8)[:, None, None], (64, 64, 3))
+    path = tmp_path / "image.tif"
+    tifffile.imwrite(path, array, tile=(32, 32), compression="jpeg", photometric="rgb")
+    np.testing.assert_array_equal(open_image(path)[5:50, 20:60], tifffile.imread(path)[5:50, 20:60])
+
+
+def test_a_window_decodes_only_what_it_touches(tmp_path, monkeypatch):
+    """4.5 GiB if it were decoded whole: 157 x 157 tiles of 256 x 256."""
+    path = tmp_path / "huge.tif"
+    size, tile = 40_000, 256
+    across = -(-size // tile)
+    marked = 70 * across + 33
+
+    def tiles():
+        for index in range(across * across):
+            yield zlib.compress(bytes([77]) * tile * tile * 3) if index == marked else b""
+
+    with tifffile.TiffWriter(path, bigtiff=True) as writer:
+        writer.write(
+            tiles(),
+            shape=(size, size, 3),
+            dtype=np.uint8,
+            tile=(tile, tile),
+            compression="zlib",
+            photometric="rgb",
+        )
+    assert path.stat().st_size < 2**20
+    decoded = []
+    decode = _tiff._Reader._decode
+    monkeypatch.setattr(_tiff._Reader, "_decode", lambda *a: decoded.append(a[1:]) or decode(*a))
+    with open_image(path) as image:
+        assert image.shape == (size, size, 3)
+        y, x = 70 * tile, 33 * tile
+        window = image[y - 10 : y + 10, x - 10 : x + 10]
+        assert window.sum() == 77 * 3 * 100
+        assert len(decoded) == 4
+        assert image[y : y + tile, x : x + tile].min() == 77
+        assert len(decoded) == 4, "the four tiles are kept"
+        monkeypatch.setattr(_tiff, "CACHE_BYTES", 2 * tile * tile * 3)
+        image[y - 1 : y + 1, x : x + 5 * tile]
+        reader = image._read.__self__
+        assert sum(segment.nbytes for segment in reader.cache.values()) <= _tiff.CACHE_BYTES
+
+
+def test_windows_beyond_the_image_are_refused(tmp_path):
+    np.save(tmp_path / "a.npy", values(10, 12))
+    image = open_image(tmp_path / "a.npy")
+    for bad in [np.s_[0:11, 0:3], np.s_[0:3, -1:3], np.s_[4:3, 0:1], np.s_[0:3, 0:4:2]]:
+        with pytest.raises(IndexError, match=r"a\.npy.*\(10, 12, 1\)"):
+            image[bad]
+    with pytest.raises(IndexError, match=r"image\[y0:y1, x0:x1\]"):
+        image[3]
+
+
+def test_bad_files(tmp_path):
+    def bad(name, pattern, content=None):
+        path = tmp_path / name
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ImageError, match=rf"{name}.*{pattern}") as caught:
+            open_image(path)[:, :]
+        assert caught.value.path == path
+
+    array = values(64, 64, 3)
+    for suffix in (".tif", ".npy", ".png", ".jpg"):
+        bad(f"missing{suffix}", "no such file")
+        bad(f"empty{suffix}", "empty", b"")
+        bad(f"text{suffix}", "is not a", b"not an image, although the name says so")
+        source = tmp_path / f"good{suffix}"
+        if suffix == ".npy":
+            np.save(source, array)
+        elif suffix == ".tif":
+            tifffile.imwrite(source, array, compression="zlib", rowsperstrip=8)
+        else:
+            pillow.fromarray(array).save(source)
+        content = source.read_bytes()
+        bad(f"half{suffix}", "(truncated|corrupt)", content[: len(content) // 2])
+        bad(f"stub{suffix}", "(truncated|corrupt|is not a)", content[:7])
+    bad("good.gif", r"suffix '\.gif' is not one of \.tif, .*\.png", b"GIF89a")
+
+    content = bytearray((tmp_path / "good.tif").read_bytes())
+    with tifffile.TiffFile(tmp_path / "good.tif") as file:
+        offset = file.pages[0].dataoffsets[3]
+    content[offset : offset + 40] = bytes(40)
+    bad("garbled.tif", "strip 3 cannot be decoded: the file is corrupt", bytes(content))
+    (tmp_path / "garbled.tif").write_bytes(content)
+    assert open_image(tmp_path / "garbled.tif")[0:24, :].shape == (24, 64, 3), "the rest is good"
+
+    np.save(tmp_path / "four.npy", np.zeros((2, 3, 4, 5), np.uint8))
+    bad("four.npy", "4 dimensions")
+    np.save(tmp_path / "none.npy", np.zeros((0, 3), np.uint8))
+    bad("none.npy", "no pixel")
+    np.save(tmp_path / "complex.npy", np.zeros((3, 3), complex))
+    bad("complex.npy", "complex128")
+    np.save(tmp_path / "pickle.npy", np.array([{}]), allow_pickle=True)
+    bad("pickle.npy", "not an array")
+    with tifffile.TiffWriter(tmp_path / "differ.tif") as writer:
+        writer.write(array, photometric="rgb", metadata=None)
+        writer.write(array[:20], photometric="rgb", metadata=None)
+    bad("differ.tif", "its pages differ")
+    tifffile.imwrite(tmp_path / "stack.tif", np.zeros((5, 20, 30, 3), np.uint8), photometric="rgb")
+    bad("stack.tif", "stack of images")
+    (tmp_path / "group.zarr" / "0").mkdir(parents=True)
+    bad("group.zarr", "without a zarr array.*: 0")
+    (tmp_path / "group.zarr" / "zarr.json").write_text("{")
+    bad("group.zarr", "is not a zarr array")
+
+
+def test_a_corrupt_zarr_chunk(tmp_path):
+    path = tmp_path / "image.zarr"
+    with create_image(path, (20, 20), np.uint8) as image:
+        image[:, :] = values(20, 20)
+    (path / "0.0.0").write_bytes(b"garbage")
+    with pytest.raises(ImageError, match=r"image\.zarr.*truncated or corrupt"):
+        open_image(path)[:, :]
+
+
+def test_large_images_need_windows(tmp_path, monkeypatch):
+    pillow.fromarray(values(20, 30)).save(tmp_path / "a.png")
+    monkeypatch.setattr(_open, "LARGEST_WHOLE", 500)
+    with pytest.raises(ImageError, match=r"a\.png: 20 x 30 pixels .* tiled TIFF"):
+        open_image(tmp_path / "a.png")
+    monkeypatch.setattr(_open, "LARGEST_WHOLE", 5000)
+    monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 100)
+    assert open_image(tmp_path / "a.png")[0:1, 0:1].shape == (1, 1, 1)
+
+
+def test_missing_packages(tmp_path, monkeypatch):
+    tifffile.imwrite(tmp_path / "a.tif", values(8, 8))
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    with pytest.raises(ImportError, match=r"a\.tif.*pip install tifffile.*jaxtile\[train\]"):
+        open_image(tmp_path / "a.tif")
+
+
+def test_missing_codec(tmp_path, monkeypatch):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, values(32, 32), compression="zstd")
+
+    def decode(*arguments, **keywords):
+        raise ValueError("<COMPRESSION.ZSTD: 50000> requires the 'imagecodecs' package")
+
+    with open_image(path) as image:
+        monkeypatch.setattr(image._read.__self__.page, "decode", decode, raising=False)
+        with pytest.raises(ImageError, match=r"a\.tif.*pip install imagecodecs"):
+            image[:, :]
+
+
+@pytest.mark.parametrize("suffix", [".tif", ".tiff", ".npy", ".zarr"])
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [((33, 21), np.uint8), ((33, 21, 3), np.uint8), ((33, 21, 5), np.float32)],
+)
+def test_what_is_written_is_read(tmp_path, suffix, shape, dtype):
+    array = values(*shape, dtype=dtype)
+    path = tmp_path / f"out{suffix}"
+    for _ in range(2):  # the second replaces the first
+        with create_image(path, shape, dtype) as image:
+            for y in range(0, 33, 10):
+                image[y : y + min(10, 33 - y), 0:20] = array[y : y + 10, 0:20]
+            assert not path.exists() or _ == 1
+    array[:, 20:] = 0
+    with open_image(path) as image:
+        assert image.dtype == dtype
+        np.testing.assert_array_equal(image[:, :], array.reshape(33, 21, -1))
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("suffix", [".tif", ".npy", ".zarr"])
+def test_an_exception_leaves_nothing(tmp_path, suffix):
+    def write():
+        with create_image(tmp_path / f"out{suffix}", (9, 9), np.uint8) as image:
+            image[0:2, 0:2] = np.ones((2, 2), np.uint8)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write()
+    assert os.listdir(tmp_path) == []
+
+
+def test_bad_writes(tmp_path):
+    with pytest.raises(ImageError, match=r"out\.png: .*\.tif"):
+        create_image(tmp_path / "out.png", (9, 9), np.uint8)
+    with pytest.raises(ImageError, match="no folder"):
+        create_image(tmp_path / "nowhere" / "out.npy", (9, 9), np.uint8)
+    image = create_image(tmp_path / "out.npy", (9, 9, 2), np.uint8)
+    with pytest.raises(ValueError, match=r"out\.npy: values of shape \(2, 2\)"):
+        image[0:2, 0:2] = np.zeros((2, 2), np.uint8)
+    with pytest.raises(ValueError, match=r"out\.npy: values of dtype int64"):
+        image[0:2, 0:2] = np.zeros((2, 2, 2), np.int64)
+    image.close()
+    with pytest.raises(ValueError, match=r"out\.npy: is closed"):
+        image[0:2, 0:2] = np.zeros((2, 2, 2), np.uint8)
+
+
+def test_is_image_name(tmp_path):
+    assert images.is_image_name(tmp_path / "a.TIF")
+    assert not images.is_image_name(tmp_path / ".a.tif")
+    assert not images.is_image_name(tmp_path / "a.txt")
