@@ -4,9 +4,9 @@
 (intervals), `_rules` (what each primitive needs), `_trace`, `_values` and `_graph` (which
 dimensions are tiled), `_tile` (one tile), `_calls` (custom derivatives), `_targets` and `_regions`
 (where to cut), `_recompute` and `_loop` (regions and their derivatives), `_checkpoint` (the public
-face), `_cost` and `_explain`, `_operations` and `_liveness` (work and live bytes of any function),
-`_outline` (what a planner sees); `_program`, `_buffers`, `_compiled` and `_memory` (predicted and
-true bytes).
+face), `_stream` (the same from disk to disk), `_cost` and `_explain`, `_operations` and `_liveness`
+(work and live bytes of any function), `_outline` (what a planner sees); `_program`, `_buffers`,
+`_compiled` and `_memory` (predicted and true bytes).
 `ops` are operations on arrays; `jaxtile.nn`, which imports Flax,
 has layers.
 """
@@ -27,4 +27,5 @@ from ._operations import operations as operations
 from ._outline import Choice as Choice
 from ._outline import Outline as Outline
 from ._outline import outline as outline
+from ._stream import stream as stream
 from ._version import __version__ as __version__

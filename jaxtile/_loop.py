@@ -80,23 +80,14 @@ class Loop:
 
         def body(carry, row):
             row = list(row)
-            values = self._evaluate(self._windows(inputs, row), globals_, row)
+            shares = self.shares(self._windows(inputs, row), globals_, row)
             new, remembered = [], []
-            for k, (target, operands) in enumerate(zip(targets, values, strict=True)):
+            for k, (target, share) in enumerate(zip(targets, shares, strict=True)):
                 if target.reduction is None:
-                    new.append((_write(carry[k][0], operands[0], self.result_slots[k], row),))
-                    continue
-                reduction = target.reduction.reduction
-                partial = reduction.partial(operands, self._owned(target, row))
-                held = tuple(_window(s, self.result_slots[k], row) for s in carry[k])
-                merged = reduction.merge(held, partial)
-                new.append(
-                    tuple(
-                        _write(s, m, self.result_slots[k], row)
-                        for s, m in zip(carry[k], merged, strict=True)
-                    )
-                )
-                remembered.append(reduction.remember(partial))
+                    new.append((_write(carry[k][0], share[0], self.result_slots[k], row),))
+                else:
+                    new.append(self.merged(k, carry[k], share, row))
+                    remembered.append(target.reduction.reduction.remember(share))
             return new, remembered
 
         states, remembered = lax.scan(body, carry, jnp.asarray(self.rows))
@@ -106,6 +97,23 @@ class Loop:
         ]
         kept = [s for t, s in zip(targets, states, strict=True) if t.reduction is not None]
         return results, (kept, remembered)
+
+    def shares(self, windows, globals_, row) -> list[tuple[Array, ...]]:
+        """What one tile gives to each target: its tile, or the state of a reduction of it."""
+        values = self._evaluate(windows, globals_, row)
+        return [
+            tuple(operands)
+            if target.reduction is None
+            else target.reduction.reduction.partial(operands, self._owned(target, row))
+            for target, operands in zip(self.region.targets, values, strict=True)
+        ]
+
+    def merged(self, k: int, state, share, row) -> tuple[Array, ...]:
+        """The state of target `k`, a reduction, with one more tile."""
+        slots = self.result_slots[k]
+        held = tuple(window(s, slots, row) for s in state)
+        merged = self.region.targets[k].reduction.reduction.merge(held, share)
+        return tuple(_write(s, m, slots, row) for s, m in zip(state, merged, strict=True))
 
     def backward(self, inputs, globals_, kept, cotangents, wanted):
         kept, remembered = kept
@@ -143,9 +151,9 @@ class Loop:
                     shares.append([zero_cotangent(x) for x in operands])
                     continue
                 own = self._owned(target, row)
-                share = [_window(cotangents[k], self.result_slots[k], row)]
+                share = [window(cotangents[k], self.result_slots[k], row)]
                 if target.reduction is not None:
-                    state = tuple(_window(s, self.result_slots[k], row) for s in state)
+                    state = tuple(window(s, self.result_slots[k], row) for s in state)
                     share = target.reduction.reduction.pullback(
                         operands, own, mine, state, share[0]
                     )
@@ -168,7 +176,7 @@ class Loop:
         return accumulation_dtype(x.dtype) if times_read > 8 else x.dtype
 
     def _windows(self, inputs, row):
-        return [_window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
+        return [window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
 
     def _evaluate(self, windows, globals_, row) -> list[list[Array]]:
         """The operands of each target, in one tile."""
@@ -188,7 +196,7 @@ class Loop:
         shape = [windows[d].size if d in windows else n for d, n in enumerate(value.aval.shape)]
         mask = None
         for d, slot in self.ownership[value]:
-            inside = lax.broadcasted_iota(np.int32, shape, d) < _at(slot, row)
+            inside = lax.broadcasted_iota(np.int32, shape, d) < at(slot, row)
             mask = inside if mask is None else mask & inside
         return mask
 
@@ -201,7 +209,8 @@ def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
     return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
 
 
-def _at(slot, row):
+def at(slot, row):
+    """The position that a slot stands for in this tile."""
     return row[slot.index] if isinstance(slot, Column) else slot
 
 
@@ -210,10 +219,11 @@ def _whole(x, slots) -> bool:
 
 
 def _starts(slots, row):
-    return [jnp.asarray(_at(slot, row), np.int32) for slot, _ in slots]
+    return [jnp.asarray(at(slot, row), np.int32) for slot, _ in slots]
 
 
-def _window(x: Array, slots, row) -> Array:
+def window(x: Array, slots, row) -> Array:
+    """The window of this tile."""
     if _whole(x, slots):
         return x
     return lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
@@ -225,4 +235,4 @@ def _write(x: Array, tile: Array, slots, row) -> Array:
 
 
 def _add(x: Array, tile: Array, slots, row) -> Array:
-    return _write(x, _window(x, slots, row) + tile, slots, row)
+    return _write(x, window(x, slots, row) + tile, slots, row)
