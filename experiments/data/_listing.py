@@ -1,0 +1,226 @@
+"""Finding the files of a folder and their labels, before any of them is opened.
+
+What is wrong here is wrong with the folder rather than with one file, and is always an error.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from ..images import SUFFIXES, is_image_name
+from ._dataset import DataError
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    image: Path
+    label: Path | int
+    """A mask's file, or a class."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    path: Path
+    items: tuple[Item, ...]
+    masks: bool
+    ignored: int
+    """Files that are no images, by their names, or that no label speaks of."""
+
+
+def listing(
+    path: str | Path,
+    labels: str,
+    split: str,
+    *,
+    classes: int,
+    eval_fraction: float = 0.2,
+    seed: int = 0,
+) -> Listing:
+    """The files of one split of a folder, and their labels.
+
+    * `labels="masks"`: `images/NAME.png` goes with `masks/NAME.tif`; suffixes may differ. A mask
+      holds 0 to `classes - 1`, and 255 for what does not count: a mask of 0 and 255, which is how
+      some programs write two classes, must be converted to 0 and 1.
+    * `labels="folders"`: `CLASS/NAME.png`. Classes are numbered in alphabetical order.
+    * `labels="csv"`: `labels.csv` with the columns `file` and `label`. Labels are all numbers, from
+      0, or all names, which are numbered in alphabetical order.
+
+    If there are folders `train` and `eval` in it, each of this form, they are the splits. If there
+    are none, the last `eval_fraction` of the files, shuffled by `seed`, is for evaluation.
+    """
+    path = Path(path)
+    if labels not in _LISTINGS:
+        raise ValueError(f"`labels` (={labels!r}) must be one of {', '.join(map(repr, _LISTINGS))}")
+    if not path.is_dir():
+        raise DataError(path, "there is no such folder")
+    folders = {name: path / name for name in ("train", "eval") if (path / name).is_dir()}
+    if len(folders) == 1:
+        (there,) = folders
+        absent = "eval" if there == "train" else "train"
+        raise DataError(path, f"has a folder {there!r} but no folder {absent!r}: it needs both")
+    if folders:
+        found = _LISTINGS[labels](list(folders.values()), classes)
+        items, ignored = found[list(folders).index(split)]
+    else:
+        ((items, ignored),) = _LISTINGS[labels]([path], classes)
+        order = np.random.default_rng(seed).permutation(len(items))
+        kept = len(items) - round(len(items) * eval_fraction)
+        order = order[:kept] if split == "train" else order[kept:]
+        items = [items[i] for i in sorted(order)]
+    if not items:
+        raise DataError(
+            folders.get(split, path),
+            f"no image is left for the split {split!r} (`eval_fraction` is {eval_fraction}; "
+            f"{ignored} files were ignored; images end in {', '.join(SUFFIXES)})",
+        )
+    return Listing(path, tuple(items), labels == "masks", ignored)
+
+
+Found = list[tuple[list[Item], int]]
+"""For each folder, its items, and how many files were ignored."""
+
+
+def _with_masks(folders: list[Path], classes: int) -> Found:
+    if not 2 <= classes <= 255:
+        raise ValueError(f"`classes` (={classes}) must be 2 to 255: in a mask, 255 does not count")
+    found = []
+    for folder in folders:
+        images, ignored = _by_stem(folder / "images")
+        masks, ignored_masks = _by_stem(folder / "masks")
+        for there, absent, kind in ((images, masks, "mask"), (masks, images, "image")):
+            alone = sorted(str(there[stem]) for stem in there.keys() - absent.keys())
+            if alone:
+                raise DataError(
+                    folder,
+                    f"{len(alone)} files have no {kind} of the same name: {_some(alone)}",
+                )
+        items = [Item(images[stem], masks[stem]) for stem in sorted(images)]
+        found.append((items, ignored + ignored_masks))
+    return found
+
+
+def _by_stem(folder: Path) -> tuple[dict[str, Path], int]:
+    if not folder.is_dir():
+        raise DataError(folder, "there is no such folder; masks need `images` and `masks`")
+    files, ignored = _images(folder)
+    stems: dict[str, Path] = {}
+    for file in files:
+        if file.stem in stems:
+            raise DataError(folder, f"{stems[file.stem].name} and {file.name} have one name")
+        stems[file.stem] = file
+    return stems, ignored
+
+
+def _in_class_folders(folders: list[Path], classes: int) -> Found:
+    inside = [
+        {entry.name: entry for entry in sorted(folder.iterdir()) if _is_class(entry)}
+        for folder in folders
+    ]
+    names = sorted(set().union(*inside))
+    if len(names) != classes:
+        raise DataError(
+            folders[0].parent if len(folders) > 1 else folders[0],
+            f"has {len(names)} folders of classes ({_some(names)}), but `classes` is {classes}",
+        )
+    found = []
+    for entries in inside:
+        items, ignored = [], 0
+        for name, entry in entries.items():
+            files, others = _images(entry)
+            items += [Item(file, names.index(name)) for file in files]
+            ignored += others
+        found.append((items, ignored))
+    return found
+
+
+def _is_class(entry: Path) -> bool:
+    return entry.is_dir() and not entry.name.startswith(".")
+
+
+def _in_table(folders: list[Path], classes: int) -> Found:
+    tables = [_table(folder) for folder in folders]
+    rows = [row for table in tables for row in table]
+    numbers = [row for row in rows if row.label.isdecimal()]
+    if numbers and len(numbers) < len(rows):
+        name = next(row for row in rows if not row.label.isdecimal())
+        raise DataError(
+            name.table,
+            f"line {name.line}: the label {name.label!r} is a name, but {numbers[0].label!r} in "
+            f"line {numbers[0].line} is a number: use one or the other",
+        )
+    names = sorted({row.label for row in rows}) if not numbers else []
+    if len(names) > classes:
+        raise DataError(
+            tables[0][0].table,
+            f"has {len(names)} labels ({_some(names)}), but `classes` is {classes}",
+        )
+    found = []
+    for folder, table in zip(folders, tables, strict=True):
+        items = []
+        for row in table:
+            label = int(row.label) if numbers else names.index(row.label)
+            if label >= classes:
+                raise DataError(
+                    row.table, f"line {row.line}: label {label}, but `classes` is {classes}"
+                )
+            items.append(Item(row.file, label))
+        named = {row.file for row in table}
+        inside = [file for file in folder.iterdir() if file.is_file()]
+        found.append((items, sum(file not in named for file in inside) - 1))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    table: Path
+    line: int
+    file: Path
+    label: str
+
+
+def _table(folder: Path) -> list[_Row]:
+    path = folder / "labels.csv"
+    if not path.is_file():
+        raise DataError(path, "there is no such file; it has the columns file,label")
+    rows: dict[Path, _Row] = {}
+    with open(path, newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file)
+        header = [column.strip() for column in next(reader, [])]
+        if sorted(header) != ["file", "label"]:
+            raise DataError(path, f"line 1: the columns must be file,label, not {','.join(header)}")
+        for cells in reader:
+            cells = [cell.strip() for cell in cells]
+            if len(cells) != 2 or not all(cells):
+                found = ",".join(cells) or "a blank line"
+                raise DataError(path, f"line {reader.line_num}: a file and a label, not {found}")
+            values = dict(zip(header, cells, strict=True))
+            row = _Row(path, reader.line_num, folder / values["file"], values["label"])
+            if not row.file.exists():
+                raise DataError(path, f"line {row.line}: there is no file {row.file}")
+            if row.file in rows:
+                raise DataError(
+                    path, f"line {row.line}: {row.file} is in line {rows[row.file].line} already"
+                )
+            rows[row.file] = row
+    if not rows:
+        raise DataError(path, "names no file")
+    return list(rows.values())
+
+
+def _images(folder: Path) -> tuple[list[Path], int]:
+    entries = sorted(folder.iterdir())
+    files = [entry for entry in entries if is_image_name(entry)]
+    return files, len(entries) - len(files)
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+_LISTINGS = {"masks": _with_masks, "folders": _in_class_folders, "csv": _in_table}
