@@ -173,15 +173,16 @@ def test_only_windows_are_read_once_per_pass():
     assert source.reads == 2 * 5 * 64
 
 
-def test_tiles_share_one_program_and_so_do_calls(monkeypatch):
+@pytest.mark.parametrize("fun, regions", [(instance_norm, 3), (rows_and_columns, 3)])
+def test_tiles_share_one_program_and_so_do_calls(fun, regions, monkeypatch):
     traced = []
     shares = Loop.shares
     monkeypatch.setattr(Loop, "shares", lambda self, *a: traced.append(self) or shares(self, *a))
-    run = jaxtile.stream(instance_norm, in_axes=(None, (1, 2)), tiles=(4, 3))
+    run = jaxtile.stream(fun, in_axes=(None, (1, 2)), tiles=(4, 3))
     for seed in range(2):
         image = normal(seed, 1, 9, 8, 3)
-        assert_close(run(W, np.asarray(image)), instance_norm(W, image))
-        assert len(traced) == len(set(traced)) == 3
+        assert_close(run(W, np.asarray(image)), fun(W, image))
+        assert len(traced) == len(set(traced)) == regions
 
 
 @pytest.mark.parametrize(
