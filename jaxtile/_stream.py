@@ -242,7 +242,7 @@ class _Globals:
     """Global equations that run between two passes, as one program."""
 
     def __init__(self, nodes: list[Node], plan: Schedule):
-        made = {v for node in nodes for v in node.outputs}
+        made = dict.fromkeys(v for node in nodes for v in node.outputs)
         read = [v.array for node in nodes for v in node.inputs]
         elsewhere = {v.array for v in plan.graph.outputs}
         for step in plan.steps:
@@ -414,7 +414,10 @@ def _shape(leaf: Any) -> Any:
             "`jaxtile.stream` reads its arguments when it is called: it cannot be called inside "
             "`jit`, `grad`, `vmap` or another transformation"
         )
-    if isinstance(leaf, jax.Array) or (isinstance(leaf, Number) and not hasattr(leaf, "dtype")):
+    if isinstance(leaf, jax.Array):
+        aval = jax.typeof(leaf)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    if isinstance(leaf, Number) and not hasattr(leaf, "dtype"):
         return leaf
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise TilingError(
