@@ -1,22 +1,23 @@
 """Which buffers a traced function needs, and when: a model of what XLA does with it.
 
-No compiler runs. After lowering (`_program`), two more of XLA's decisions are imitated, each of
-which alone can double the memory:
+No compiler runs. After lowering (`_program`), three more of XLA's decisions are imitated, each of
+which can change the memory much:
 
 1. *Fusion* (`_kernels`). A value has a buffer only if something that cannot be fused makes it or
    reads it. A fused reader reads the operands instead, which then live longer: the backward pass of
-   a relu holds the convolution's output, not the relu's.
-2. *Order* (`_order`). On the CPU XLA runs operations breadth first: whatever is ready, in the order
-   in which it became ready. So what the backward pass can prepare early (weights in another
-   dimension order, say) is prepared early, and is held. Elsewhere XLA looks for an order that needs
-   little.
+   a relu holds the convolution's output, not the relu's. A GPU's compiler fuses a value into all
+   its readers or into none, into reductions too, and weighs what is read against what is written.
+2. *Order* (`_schedule`).
+3. *Packing* (`_packing`).
 
-What is live when is then a list of intervals, and memory is the largest sum of them.
+What is live when is then a list of intervals. Memory is the largest sum of them, and the gaps that
+packing leaves.
 
-Known inefficiencies: buffers are added up, while XLA packs them into one block with gaps; fusion
-rules are those seen in the CPU compiler of jax 0.10 to 0.12; other backends have other kernels and
-layouts, so there the figure is an estimate. Constants inside the program and scratch space of
-library calls are not counted. What runs inside `shard_map` or a hand-written kernel is not seen.
+Known inefficiencies: lifetimes are right but for a few kernels, whose order a trace does not tell;
+fusion rules are those seen in the CPU compiler of jax 0.10 to 0.12 and in the GPU compiler of jax
+0.11 without autotuning, which may choose library calls that need scratch space. Constants inside
+the program and scratch space are not counted. What runs inside `shard_map` or a hand-written kernel
+is not seen.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ._packing import packed_bytes
 from ._program import MOVES, Node, Program, Value, narrow
+from ._schedule import Kernel, order
 
 _SMALL = 4096  # bytes that are not worth a search
 # A reduction is a library call on the CPU, and takes one of these along if nothing else reads it.
@@ -60,6 +63,14 @@ def at_peak(buffers: Sequence[Buffer]) -> list[Buffer]:
     return [b for b in temporaries if b.start <= when <= b.end]
 
 
+def gaps(buffers: Sequence[Buffer]) -> int:
+    """Bytes of the block of temporaries that hold nothing when most is live."""
+    temporaries = _beside_outputs(buffers)
+    least = sum(b.bytes for b in at_peak(temporaries)) // 500
+    large = [b for b in temporaries if b.bytes > least]
+    return packed_bytes(large) - sum(b.bytes for b in at_peak(large))
+
+
 def _beside_outputs(buffers: Sequence[Buffer]) -> list[Buffer]:
     """Temporaries that do not fit into the buffer of an output while that is not yet written.
 
@@ -81,24 +92,30 @@ def _beside_outputs(buffers: Sequence[Buffer]) -> list[Buffer]:
     return rest
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Kernel:
-    node: Node
-    reads: list[Value]
-
-
-def _kernels(program: Program) -> list[_Kernel]:
+def _kernels(program: Program) -> list[Kernel]:
     """What is left after fusion: operations whose results have buffers, and what they read."""
     outputs = set(program.outputs)
     taken: set[Node] = set()  # by a reduction
     again: set[Node] = set()  # computed anew by each fused reader, although it has a buffer
+    on_cpu = program.platform == "cpu"
+    heavy = set() if on_cpu else _read_too_often(program)
+    repeated: set[Node] = set()  # computed once per window that an element lies in
 
     def takes(reader: Node, producer: Node) -> bool:
+        readers = producer.outputs[0].readers
+        if reader in repeated:  # only what costs little, and has no other use
+            return len(readers) == 1 and not producer.expensive
+        if not on_cpu and reader.reduces_windows:
+            return all(r.reduces_windows for r in readers)
+        if not on_cpu and reader.op in _REDUCTIONS:
+            return True
         if reader in taken:
             return producer.op == "broadcast_in_dim"
         return reader.takes_producers
 
     for node in reversed(program.nodes):
+        if not on_cpu and node.reduces_windows and node.windows_overlap:
+            repeated.add(node)
         if not node.fusible:
             for value in node.outputs:
                 value.has_buffer = True
@@ -106,21 +123,45 @@ def _kernels(program: Program) -> list[_Kernel]:
         value = node.outputs[0]
         readers = value.readers
         alone = len(readers) == 1 and value not in outputs and readers[0].op in _REDUCTIONS
-        if alone and node.op in _TAKEN_ALONG and program.platform == "cpu":
+        if alone and node.op in _TAKEN_ALONG and on_cpu:
             taken.add(node)
             continue
         needed = value in outputs or not all(takes(r, node) for r in readers)
         # On the CPU, arithmetic on narrow floats is arithmetic on wide ones, rounded each time.
-        rounds = program.platform == "cpu" and narrow(value.dtype) and node.op not in MOVES
-        costly = node.expensive or rounds
+        rounds = on_cpu and narrow(value.dtype) and node.op not in MOVES
+        costly = node.expensive or rounds or node in heavy
         value.has_buffer = needed or (costly and len(readers) > 1)
-        if needed and not costly and node.effectively_unary:
+        if not value.has_buffer and not repeated.isdisjoint(readers):
+            repeated.add(node)
+        # Elsewhere, what is not fused into all its readers is fused into none.
+        if needed and not costly and node.effectively_unary and on_cpu:
             again.add(node)
     return [
-        _Kernel(node, _reads(node, taken, again))
+        Kernel(node, _reads(node, taken, again))
         for node in program.nodes
         if any(v.has_buffer for v in node.outputs)
     ]
+
+
+def _read_too_often(program: Program) -> set[Node]:
+    """What a GPU's compiler does not fuse into its readers, because they would read too much.
+
+    Fused, each of n readers reads all operands. Otherwise these are read once, the result is
+    written, and read n times.
+    """
+    found: set[Node] = set()
+    sources: dict[Value, frozenset[Value]] = {}
+    for node in program.nodes:
+        if not node.fusible:
+            continue
+        value = node.outputs[0]
+        read = frozenset().union(*(sources.get(v, {v}) for v in node.inputs if not v.literal))
+        operands, n = sum(v.bytes for v in read), len(value.readers)
+        if n > 1 and n * operands > operands + (n + 1) * value.bytes:
+            found.add(node)
+        else:
+            sources[value] = read
+    return found
 
 
 def _reads(node: Node, taken: Collection[Node], again: Collection[Node]) -> list[Value]:
@@ -141,85 +182,6 @@ def _reads(node: Node, taken: Collection[Node], again: Collection[Node]) -> list
         else:
             reads[value] = None
     return list(reads)
-
-
-def _order(program: Program, kernels: list[_Kernel]) -> list[_Kernel]:
-    """On the CPU breadth first: a queue of what is ready.
-
-    Of several readers of one value, library calls come first and copies for layout last, because
-    the compiler makes them in this order.
-    """
-    maker: dict[Value, Any] = {v: k for k in kernels for v in k.node.outputs}
-    if program.platform != "cpu":
-        # Elsewhere XLA tries several orders and takes the one that needs least.
-        orders = (kernels, _when_needed(program, kernels, maker))
-        return min(orders, key=lambda order: _rough_peak(program, order))
-    users: dict[Any, list[_Kernel]] = collections.defaultdict(list)
-    waiting = {}
-    for kernel in kernels:
-        sources = {maker.get(v, v) for v in kernel.reads}
-        waiting[kernel] = len(sources)
-        for source in sources:
-            users[source].append(kernel)
-    for readers in users.values():
-        readers.sort(key=lambda k: _rank(k.node))
-    queue = collections.deque([*program.arguments])
-    queue.extend(s for s in users if isinstance(s, Value) and s not in set(program.arguments))
-    queue.extend(k for k in kernels if not waiting[k])
-    ordered = []
-    while queue:
-        done = queue.popleft()
-        ordered += [done] if isinstance(done, _Kernel) else []
-        for kernel in users.get(done, ()):
-            waiting[kernel] -= 1
-            if not waiting[kernel]:
-                queue.append(kernel)
-    return ordered
-
-
-def _when_needed(program: Program, kernels, maker) -> list[_Kernel]:
-    """Depth first, from each output in turn, in the order in which they were traced.
-
-    A pass that computes values again then does so piece by piece. What goes to host memory goes at
-    once.
-    """
-    outputs = set(program.outputs)
-    leaving: dict[_Kernel, list[_Kernel]] = collections.defaultdict(list)
-    for kernel in kernels:
-        if kernel.node.outputs[0].in_host_memory and kernel.reads[0] in maker:
-            leaving[maker[kernel.reads[0]]].append(kernel)
-    pending = [(k, False) for k in reversed(kernels) if not outputs.isdisjoint(k.node.outputs)]
-    seen: set[_Kernel] = set()
-    ordered: dict[_Kernel, None] = {}
-    while pending:
-        kernel, ready = pending.pop()
-        if ready:
-            ordered.update(dict.fromkeys([kernel, *leaving[kernel]]))
-        elif kernel not in seen:
-            seen.add(kernel)
-            pending.append((kernel, True))
-            pending += [(maker[v], False) for v in reversed(kernel.reads) if v in maker]
-    return list(ordered)
-
-
-def _rough_peak(program: Program, kernels: Sequence[_Kernel]) -> int:
-    """Bytes of all buffers that are live at once, loops' bodies apart."""
-    last = {v.array: k for k in kernels for v in k.reads}
-    kept = {v.array for v in program.outputs}
-    now = peak = 0
-    for kernel in kernels:
-        made = [v for v in kernel.node.outputs if v.has_buffer and not v.in_host_memory]
-        now += sum(v.bytes for v in made)
-        peak = max(peak, now)
-        dead = {v.array for v in kernel.reads if last[v.array] is kernel} - kept
-        now -= sum(v.bytes for v in dead if v.node is not None and not v.in_host_memory)
-    return peak
-
-
-def _rank(node: Node) -> int:
-    if node.op in ("conv_general_dilated", "dot_general"):
-        return 0
-    return 1 if node.op.startswith("reduce_") else 3 if node.for_layout else 2
 
 
 def buffers(program: Program, donated: Collection[Value] = ()) -> list[Buffer]:
@@ -245,7 +207,7 @@ class _Lifetimes:
 
     def run(self, program: Program, inside: bool, outside: Collection[Value] = ()) -> list[Buffer]:
         """What is outside lies in a buffer of the caller."""
-        kernels = _order(program, _kernels(program))
+        kernels = order(program, _kernels(program))
         reads = [list(dict.fromkeys(v.array for v in k.reads)) for k in kernels]
         last = {v: i for i, values in enumerate(reads) for v in values}
         outputs = {v.array for v in program.outputs}

@@ -22,9 +22,11 @@ import jax
 import numpy as np
 
 from . import _compiled
-from ._buffers import Buffer, at_peak, buffers
+from ._buffers import Buffer, at_peak, buffers, gaps
 from ._errors import user_line
 from ._program import OPAQUE, Program, Value
+
+_KINDS = ("stored", "recomputed", "gradients", "tile", "gaps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What a traced function should need. The four kinds of temporaries add up to them."""
+    """What a traced function should need. Four kinds of temporaries, and gaps, add up to them."""
 
     bytes: Bytes
     stored: int
@@ -81,6 +83,8 @@ class Prediction:
     """Made by the backward pass, outside loops; also operands that it prepares early."""
     tile: int
     """Inside loops: what one iteration holds."""
+    gaps: int
+    """Between temporaries, as XLA packs them."""
     host: int
     """In host memory, beside all this."""
     convolutions: int
@@ -180,15 +184,16 @@ def predict_memory(
     Args:
       closed_jaxpr: what `jax.make_jaxpr(fun)(*args)` or `jax.jit(fun).trace(*args).jaxpr` gives.
       donated: per argument of the jaxpr, whether its buffer may be taken for an output.
-      platform: `cpu`, `gpu` or `tpu`; by default, where JAX runs. Only the CPU's compiler is
-        modelled closely.
+      platform: `cpu`, `gpu` or `tpu`; by default, where JAX runs. The compilers of CPU and GPU are
+        modelled closely; elsewhere the figure is an estimate.
       largest: how many of the values held at the peak to list.
 
     >>> import jax, jax.numpy as jnp
     >>> step = jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w)))
     >>> shapes = [jax.ShapeDtypeStruct((n, 64), "float32") for n in (64, 1024)]
     >>> found = predict_memory(jax.make_jaxpr(step)(*shapes))
-    >>> found.bytes.temporaries == found.stored + found.recomputed + found.gradients + found.tile
+    >>> kinds = found.stored, found.recomputed, found.gradients, found.tile, found.gaps
+    >>> found.bytes.temporaries == sum(kinds)
     True
     """
     jaxpr = closed_jaxpr.jaxpr
@@ -202,14 +207,15 @@ def predict_memory(
     outputs = [Value(v.aval.shape, v.aval.dtype) for v in jaxpr.outvars]
     given = [v for v, d in zip(program.arguments, donated, strict=False) if d and v in used]
     found = buffers(program, given)
-    live = at_peak([b for b in found if b.kind != "host"])
-    sums: dict[str, int] = collections.Counter()
+    on_device = [b for b in found if b.kind != "host"]
+    live = at_peak(on_device)
+    sums: dict[str, int] = collections.Counter(gaps=gaps(on_device))
     for buffer in live:
         sums[buffer.kind] += buffer.bytes
     operations = list(program.everything())
     return Prediction(
         bytes=Bytes(_sum(arguments), _sum(outputs), _aliases(given, outputs), sum(sums.values())),
-        **{kind: sums[kind] for kind in ("stored", "recomputed", "gradients", "tile")},
+        **{kind: sums[kind] for kind in _KINDS},
         host=sum(b.bytes for b in at_peak([b for b in found if b.kind == "host"])),
         convolutions=sum(1 + n.merged for n in operations if n.op == "conv_general_dilated"),
         loops=sum(n.op in ("scan", "while") for n in operations),
@@ -331,7 +337,7 @@ def _report(found: Memory) -> str:
             sign = -1 if name == "aliases" else 1
             rows.append((name, _mega(sign * ours), _mega(there and sign * getattr(there, name))))
         if name == "temporaries":
-            for kind in ("stored", "recomputed", "gradients", "tile"):
+            for kind in _KINDS:
                 if getattr(predicted, kind):
                     rows.append((f"  {kind}", _mega(getattr(predicted, kind)), ""))
     rows.append(("total", _mega(predicted.bytes.total), _mega(there and there.total)))

@@ -2,7 +2,8 @@
 
 Calls are inlined, equal operations merged, unused ones dropped. Some operations become several, as
 XLA lowers them: the gradient of a max pool needs index arrays; on the CPU, a convolution or a
-contraction with an unusual dimension order needs its operands copied into the usual one.
+contraction with an unusual dimension order needs its operands copied into the usual one; on a GPU,
+an image that is padded unevenly is copied, and all zeros of one shape are one array.
 """
 
 from __future__ import annotations
@@ -135,6 +136,15 @@ class Node:
         return self.in_place or (self.fusible and self.op not in ("transpose", "rev"))
 
     @property
+    def reduces_windows(self) -> bool:
+        return self.op.startswith("reduce_window")
+
+    @property
+    def windows_overlap(self) -> bool:
+        sizes = self.params["window_dimensions"]
+        return any(n > s for n, s in zip(sizes, self.params["window_strides"], strict=True))
+
+    @property
     def effectively_unary(self) -> bool:
         """At most one operand is as large as the result: computing it twice reads no more."""
         rank = len(self.outputs[0].shape)
@@ -204,6 +214,8 @@ class Program:
         self.carried = dict(zip(self.outputs[:count], old, strict=True))
         self._drop_unused()
         self._add_into_scatters()
+        if platform != "cpu":
+            self._copy_shared_zeros()
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
                 value.readers.append(node)
@@ -220,7 +232,8 @@ class Program:
             return env[atom]
         aval = atom.aval
         key = ("literal", str(atom.val), aval.shape, str(aval.dtype))
-        return self._equal.setdefault(key, Value(aval.shape, aval.dtype, literal=True))
+        name = "zero" if _is_zero(atom.val) else None
+        return self._equal.setdefault(key, Value(aval.shape, aval.dtype, literal=True, name=name))
 
     def _run(self, jaxpr: Any, env: dict[Any, Value], context: Context) -> None:
         for eqn in jaxpr.eqns:
@@ -274,6 +287,15 @@ class Program:
         if name in _LOWERINGS:
             return self._special(name, params, avals, inputs, context)
         fusible = name in MOVES or isinstance(find(eqn.primitive), Elementwise)
+        if self.platform != "cpu" and len(avals) == 1 and avals[0].shape:
+            if name == "broadcast_in_dim" and _is_zero_literal(inputs[0]):
+                return [self.zeros(avals[0].shape, avals[0].dtype, context)]
+            if fusible and name not in MOVES:
+                inputs = [
+                    self.zeros(avals[0].shape, v.dtype, context) if _is_zero_literal(v) else v
+                    for v in inputs
+                ]
+            fusible |= name.startswith("reduce_window")
         if name == "split":
             pieces = enumerate(avals)
             return [self._one("slice", inputs, context, a, key=i) for i, a in pieces]
@@ -407,6 +429,23 @@ class Program:
                     break
         self.nodes = [n for n in self.nodes if n not in gone]
 
+    def zeros(self, shape: Sequence[int], dtype: Any, context: Context) -> Value:
+        """One array for all zeros of a shape: those of a relu, of its gradient, of a scatter."""
+        aval = jax.ShapeDtypeStruct(shape, dtype)
+        return self._one("broadcast_in_dim", [], context, aval, "zeros")
+
+    def _copy_shared_zeros(self) -> None:
+        """A scatter writes over its zeros: over a copy of them, if something else reads them."""
+        readers = collections.Counter(v for n in self.nodes for v in n.inputs)
+        nodes = []
+        for node in self.nodes:
+            if node.op == "scatter into zeros" and readers[zeros := node.inputs[0]] > 1:
+                copy = Node("copy", [zeros], node.context, {})
+                node.inputs[0] = copy.output(zeros.shape, zeros.dtype)
+                nodes.append(copy)
+            nodes.append(node)
+        self.nodes = nodes
+
     def in_order(self, value: Value, order: Sequence[int], context: Context) -> Value:
         """The array with its dimensions in this order: a copy, on the CPU, unless it is so."""
         if self.platform != "cpu" or _in_order(value, order):
@@ -417,6 +456,14 @@ class Program:
         copy = self._one("transpose", [value], context, aval, tuple(order))
         copy.node.for_layout, copy.name = True, value.name
         return copy
+
+
+def _is_zero(number: Any) -> bool:
+    return np.shape(number) == () and not np.any(np.asarray(number))
+
+
+def _is_zero_literal(value: Value) -> bool:
+    return value.literal and value.name == "zero"
 
 
 def _key(params: dict[str, Any]) -> Any:
@@ -452,6 +499,8 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
     ]
     if program.platform != "cpu" and inputs[1].base in program.arguments:
         program.prepared[inputs[1].base] = None
+    if program.platform != "cpu":
+        operands[0] = _padded(program, params, operands[0], context)
     usual = (out[0], *out[2:], out[1])
     if program.platform != "cpu":
         usual = tuple(range(n))
@@ -461,6 +510,24 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
     if _in_order(result, back):
         return [result]
     return [program._one("transpose", [result], context, avals[0], tuple(back))]
+
+
+def _padded(program: Program, params, image: Value, context) -> Value:
+    """A GPU's library pads both ends alike; other padding is a copy of the image.
+
+    The gradient of a kernel reads the image at the forward pass's stride (here, a dilation): what
+    is beyond the last stride does not matter.
+    """
+    padding, strides = params["padding"], params["rhs_dilation"]
+    alike = all(hi <= lo < hi + s for (lo, hi), s in zip(padding, strides, strict=True))
+    dilated = any(n != 1 for n in params["lhs_dilation"])
+    if alike or dilated or any(min(pair) < 0 for pair in padding):
+        return image
+    shape = list(image.shape)
+    for d, (lo, hi) in zip(params["dimension_numbers"].lhs_spec[2:], padding, strict=True):
+        shape[d] += lo + hi
+    aval = jax.ShapeDtypeStruct(shape, image.dtype)
+    return program._one("pad", [image], context, aval, tuple(padding))
 
 
 def _contraction(program: Program, params, avals, inputs, context) -> list[Value]:
@@ -494,15 +561,18 @@ def _max_pool_gradient(program: Program, params, avals, inputs, context) -> list
             program._one("positions", [], context, like(shape, index), d, fusible=False)
             for d in range(len(shape))
         ]
-    window = program._node("reduce_window", [operand, *positions], context)
-    window.output(source.shape, operand.dtype)
-    found = [window.output(source.shape, index) for _ in shape]
-    aval = like((*source.shape, len(found)), index)
-    indices = program._one("indices", found, context, aval, fusible=False)
+    window = program._node("reduce_window", [operand, *positions], context, params=params)
+    wide = np.dtype("float32") if narrow(operand.dtype) else operand.dtype
+    window.output(source.shape, wide)
+    indices = [window.output(source.shape, index) for _ in shape]
+    if program.platform == "cpu":  # elsewhere they are fused into the scatter
+        aval = like((*source.shape, len(indices)), index)
+        indices = [program._one("indices", indices, context, aval, fusible=False)]
     updates = program._one("copy", [source], context, like(source.shape, source.dtype))
-    aval = like(shape, operand.dtype)
-    zeros = program._one("broadcast_in_dim", [], context, aval, "zeros")
-    scatter = program._node("scatter into zeros", [zeros, indices, updates], context, in_place=True)
+    zeros = program.zeros(shape, operand.dtype, context)
+    scatter = program._node(
+        "scatter into zeros", [zeros, *indices, updates], context, in_place=True
+    )
     result = scatter.output(shape, operand.dtype)
     return [program._one("slice", [result], context, avals[0], "crop") if padded else result]
 

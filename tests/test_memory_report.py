@@ -10,8 +10,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 import models
-from jaxtile import _compiled, _memory
+from jaxtile import _buffers, _compiled, _memory, _schedule
 from jaxtile._memory import memory, predict_memory
+from jaxtile._packing import packed_bytes
+from jaxtile._program import Program
 
 from .reference_models import abstract, shape
 from .support import conv
@@ -59,7 +61,7 @@ def test_prediction_is_near_what_is_compiled(case):
     fun, arguments = CASES[case]()
     found = memory(fun, *arguments)
     predicted, compiled = found.predicted.bytes, found.compiled.bytes
-    assert predicted.total == pytest.approx(compiled.total, rel=0.1)
+    assert predicted.total == pytest.approx(compiled.total, rel=0.05)
     assert predicted.arguments == compiled.arguments
     assert predicted.outputs == pytest.approx(compiled.outputs, rel=0.01)
     assert found.predicted.convolutions == found.compiled.convolutions
@@ -86,7 +88,7 @@ def test_kinds_add_up():
         found = predict_memory(jax.make_jaxpr(training(fun))(*shapes()))
         assert found.loops == loops
         assert (found.tile > 0) == (loops > 0)
-        kinds = found.stored, found.recomputed, found.gradients, found.tile
+        kinds = found.stored, found.recomputed, found.gradients, found.tile, found.gaps
         assert sum(kinds) == found.bytes.temporaries > 0
         b = found.bytes
         assert b.total == b.arguments + b.outputs + b.temporaries - b.aliases
@@ -311,3 +313,72 @@ def test_on_a_gpu_kernels_are_prepared_before_a_loop():
     kernels = [k for k in found.largest if k.label == "kernel in another dimension order"]
     assert [k.shape for k in kernels] == [(3, 3, 64, 64)] * 3
     assert {k.kind for k in kernels} == {"tile"}
+
+
+def pooled(params, x, *, window=2, padding="SAME"):
+    for w in params:
+        x = jax.nn.relu(conv(x, w, padding=padding))
+        x = nnx.max_pool(x, (window, window), (2, 2))
+    return x
+
+
+def labels(found):
+    return [k.label for k in found.largest]
+
+
+def test_on_a_gpu_zeros_are_one_array_and_are_held():
+    """The relu, its gradient and the pool's share them, so they lie in memory all the while."""
+    args = shapes(layers=1)
+    step = jax.make_jaxpr(training(pooled))(*args)
+    found = predict_memory(step, platform="gpu", largest=20)
+    assert labels(found).count("max (broadcast_in_dim)") == 1
+    assert "select_and_scatter_add (indices)" not in labels(found)
+    # The relu is fused into the pool and its gradient, which read each element once.
+    assert "max" not in labels(found)
+    overlapping = jax.make_jaxpr(training(lambda p, x: pooled(p, x, window=3)))(*args)
+    assert "max" in labels(predict_memory(overlapping, platform="gpu", largest=20))
+
+
+@pytest.mark.parametrize(("padding", "copies"), [(((1, 1), (1, 1)), 0), (((0, 2), (0, 2)), 1)])
+def test_on_a_gpu_uneven_padding_is_a_copy(padding, copies):
+    jaxpr = jax.make_jaxpr(training(lambda p, x: pooled(p, x, padding=padding)))(*shapes(layers=1))
+    found = predict_memory(jaxpr, platform="gpu", largest=20)
+    assert labels(found).count("conv_general_dilated (pad)") == copies
+
+
+def test_on_a_gpu_a_long_sum_is_not_computed_twice():
+    """Both readers would read eight arrays; written once, they read one."""
+
+    def fun(x, w):
+        total = sum(jnp.split(x @ w, 8, axis=1)[i] for i in range(8))
+        return jnp.sin(total) @ w[:, :64].T, jnp.cos(total) @ w[:, :64].T
+
+    jaxpr = jax.make_jaxpr(fun)(shape(4096, 64), shape(64, 512))
+    assert "add" in labels(predict_memory(jaxpr, platform="gpu", largest=20))
+
+
+def test_every_order_has_every_kernel_once():
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
+    for fun in (network, pooled, tiled):
+        program = Program(jax.make_jaxpr(training(fun))(*shapes(size=64)).jaxpr, "gpu")
+        kernels = _buffers._kernels(program)
+        maker = {v: k for k in kernels for v in k.node.outputs}
+        for order in (_schedule._least_first, _schedule._shared_first, _schedule._depth_first):
+            ordered = order(program, kernels, maker)
+            assert len(ordered) == len(kernels)
+            assert set(ordered) == set(kernels)
+            done = set()
+            for kernel in ordered:
+                assert all(maker[v] in done for v in kernel.reads if v in maker)
+                done.add(kernel)
+
+
+def test_packing():
+    def block(*intervals):
+        return packed_bytes([_buffers.Buffer(*i, "stored", None) for i in intervals])
+
+    assert block((4, 0, 1), (4, 2, 3)) == 4
+    assert block((4, 0, 2), (4, 2, 3)) == 8
+    # The small one lies where the large one does not end; nothing fits beside it then.
+    assert block((8, 0, 1), (3, 1, 4), (8, 4, 5), (7, 2, 3)) == 11
+    assert block() == 0
