@@ -26,6 +26,7 @@ def load(split="train", label_size=None, seed=0, **changed):
         "size": 16,
         "channels": 1,
         "classes": 3,
+        "mask_values": (),
         "train_images": 6,
         "eval_images": 4,
         "eval_fraction": 0.25,
@@ -216,7 +217,7 @@ BAD = {
     ),
     "mask value": (
         lambda f: pillow.fromarray(np.full((40, 30), 3, np.uint8)).save(f / "masks/4.png"),
-        r"4\.png: holds the value 3, but `classes` is 3",
+        r"4\.png: holds the value 3; with 3 classes a mask has 0, 1, 2 and",
     ),
     "mask cut": (
         lambda f: (f / "masks/4.png").write_bytes((f / "masks/4.png").read_bytes()[:200]),
@@ -414,3 +415,19 @@ def test_evaluation_fills_the_last_batch(masks):
     assert (batches[-1].labels[1:] == data.IGNORED).all()
     textures = load(kind="textures", train_images=4)
     assert list(data.evaluation(textures, 3))[-1].labels.tolist() == [0, -1, -1]
+
+
+def test_black_and_white_masks_must_be_declared(masks):
+    """255 does not count, so masks of 0 and 255 would silently train on background alone."""
+    for file in (masks / "masks").glob("*.png"):
+        mask = np.asarray(pillow.open(file))
+        pillow.fromarray(np.where(mask == 1, 255, 0).astype(np.uint8)).save(file)
+    with pytest.raises(DataError, match=r"only 0 and 255.*`data.mask_values` to \(0, 255\)"):
+        load(path=masks, classes=2)
+    dataset = load(path=masks, classes=2, mask_values=(0, 255))
+    image, mask = dataset.example(0, None)
+    np.testing.assert_array_equal(mask, image[..., 0] % 3 == 1)
+    ignoring = load(path=masks, classes=2, mask_values=(0, 1))
+    np.testing.assert_array_equal(ignoring.example(0, None)[1], np.where(mask == 1, 255, 0))
+    with pytest.raises(ValueError, match="must have 2 values"):
+        load(path=masks, classes=2, mask_values=(0, 1, 2))

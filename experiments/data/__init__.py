@@ -43,6 +43,7 @@ def load(
           evaluation: an integer, (H, W), or 0 for whole images.
         channels: 1 or 3.
         classes: how many there are.
+        mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
         train_images, eval_images: how many synthetic images.
         eval_fraction: of a folder without `train` and `eval` in it.
         augment: whether training examples are flipped and turned at random.
@@ -72,4 +73,10 @@ def load(
         eval_fraction=options.eval_fraction,
         seed=seed,
     )
-    return Folder(found, geometry, classes=options.classes, on_bad_file=options.on_bad_file)
+    return Folder(
+        found,
+        geometry,
+        classes=options.classes,
+        mask_values=options.mask_values,
+        on_bad_file=options.on_bad_file,
+    )

@@ -5,21 +5,23 @@ Position `p = step * batch_size + i` of a run is in epoch `p // n`. Its example 
 in it. A run that starts at step k thus sees at step k what an uninterrupted run sees there. A batch
 may cross from one epoch to the next.
 
-One thread makes batches ahead of time. An error in it is raised where its batch would have come.
+Threads make batches ahead of time. An error in one is raised where its batch would have come.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import concurrent.futures
 import dataclasses
-import queue
-import threading
+import os
 from collections.abc import Iterator
 
 import numpy as np
 
 from ..images import ImageError
 from ._dataset import IGNORED, DataError, Dataset
+
+_MOST_THREADS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Batches:
       batch_size: examples in a batch.
       seed: of the order, the windows and the augmentation.
       start: the first step.
-      prefetch: batches that are made ahead of time; 0: none, and no thread.
+      prefetch: batches that are made ahead of time, on threads, an example on each; 0: none.
     """
 
     def __init__(
@@ -54,41 +56,25 @@ class Batches:
                 f"(={prefetch}) not negative"
             )
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-        self._step = start
+        self._step, self._prefetch = start, prefetch
         self._order: tuple[int, np.ndarray] = -1, np.empty(0, int)
-        self._error: BaseException | None = None
-        self._stop = threading.Event()
-        self._thread = None
-        if prefetch:
-            self._made: queue.Queue[Batch | BaseException] = queue.Queue(prefetch)
-            self._thread = threading.Thread(target=self._work, name="batches", daemon=True)
-            self._thread.start()
+        self._made: collections.deque[_Made] = collections.deque()
+        threads = min(_MOST_THREADS, os.cpu_count() or 1, batch_size * max(1, prefetch))
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, "batches")
+        self._closed = False
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        if self._error is not None:
-            raise self._error
-        if self._stop.is_set():
+        if self._closed:
             raise ValueError("these batches are closed")
-        if self._thread is None:
+        while len(self._made) <= self._prefetch:
+            self._made.append(_Made(self, self._step, self._pool))
             self._step += 1
-            return self.batch(self._step - 1)
-        made = self._made.get()
-        if isinstance(made, BaseException):
-            self._error = made
-            raise made
-        return made
-
-    def batch(self, step: int) -> Batch:
-        """The batch of any step."""
-        positions = range(step * self.batch_size, (step + 1) * self.batch_size)
-        examples = [
-            self.dataset.good_example(self.index(p), np.random.default_rng([self.seed, p]))
-            for p in positions
-        ]
-        return _stacked(self.dataset, step, examples)
+        batch = self._made[0].batch()  # if it fails, it fails again the next time
+        self._made.popleft()
+        return batch
 
     def index(self, position: int) -> int:
         """Which example is at a position of the run."""
@@ -99,10 +85,9 @@ class Batches:
         return int(self._order[1][place])
 
     def close(self) -> None:
-        """Ends the thread, after the batch that it is at."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Ends the threads, after the examples that they are at."""
+        self._closed = True
+        self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Batches:
         return self
@@ -110,19 +95,29 @@ class Batches:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _work(self) -> None:
-        while not self._stop.is_set():
-            try:
-                made = self.batch(self._step)
-            except BaseException as error:  # the consumer's to handle, whatever it is
-                made = error
-            self._step += 1
-            while not self._stop.is_set():
-                with contextlib.suppress(queue.Full):
-                    self._made.put(made, timeout=0.05)
-                    break
-            if isinstance(made, BaseException):
-                return
+
+class _Made:
+    """A batch that is being made: each example is written to its place by a thread."""
+
+    def __init__(self, batches: Batches, step: int, pool: concurrent.futures.Executor):
+        self.dataset, self.step = batches.dataset, step
+        self.seed, self.first = batches.seed, step * batches.batch_size
+        size, label_shape = batches.batch_size, batches.dataset.label_shape
+        self.images = np.empty((size, *batches.dataset.shape), np.uint8)
+        self.labels = np.empty((size, *label_shape), np.uint8 if label_shape else np.int32)
+        self.futures = [
+            pool.submit(self._make, i, batches.index(self.first + i)) for i in range(size)
+        ]
+
+    def _make(self, i: int, index: int) -> int:
+        """Returns which example it was."""
+        rng = np.random.default_rng([self.seed, self.first + i])
+        self.images[i], self.labels[i], index = self.dataset.good_example(index, rng)
+        return index
+
+    def batch(self) -> Batch:
+        names = tuple(self.dataset.name(future.result()) for future in self.futures)
+        return Batch(self.step, self.images, self.labels, names, len(names))
 
 
 def evaluation(dataset: Dataset, batch_size: int) -> Iterator[Batch]:

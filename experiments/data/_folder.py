@@ -10,7 +10,9 @@ become grey as their mean, to the nearest integer.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +23,29 @@ from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
 
 _OPEN_IMAGES = 8
-"""Kept open, with the parts of them that were decoded last."""
+"""Kept open by each thread, with the parts of them that were decoded last."""
+
+_MASKS_LOOKED_AT = 8
 
 
 class Folder(Dataset):
     def __init__(
-        self, found: Listing, geometry: Geometry, *, classes: int, on_bad_file: str = "error"
+        self,
+        found: Listing,
+        geometry: Geometry,
+        *,
+        classes: int,
+        mask_values: Sequence[int] = (),
+        on_bad_file: str = "error",
     ):
         self.path, self.geometry, self.masks = found.path, geometry, found.masks
-        self._open: collections.OrderedDict[Path, Image] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self.mask_values = np.asarray(mask_values or range(classes), np.int64)
+        if len(self.mask_values) != classes:
+            raise ValueError(
+                f"`mask_values` (={tuple(mask_values)}) must have {classes} values, one for each "
+                "class"
+            )
+        self._of_thread = threading.local()  # an open file has a position: one reader each
         size = geometry.size or (1, 1)  # until the images have been looked at
         label_shape = (geometry.label_size or size) if found.masks else ()
         super().__init__(
@@ -47,6 +62,8 @@ class Folder(Dataset):
             self.shape = (*size, geometry.channels)
             self.label_shape = (geometry.label_size or size) if found.masks else ()
         self.border = geometry.border(size) if found.masks else (0, 0)
+        if found.masks and not mask_values:
+            self._check_not_black_and_white()
 
     def __len__(self) -> int:
         return len(self.items)
@@ -59,38 +76,59 @@ class Folder(Dataset):
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         item = self.items[index]
-        with self._lock:
-            image = self._image(item.image)
-            height, width = self.shape[:2]
-            spare = image.shape[0] - height, image.shape[1] - width
-            if min(spare) < 0:
-                raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
-            y, x = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
-            values = as_bytes(image[y : y + height, x : x + width], self.shape[2])
-            if not self.masks:
-                return values, np.int32(item.label)
-            mask = self._image(item.label)
-            y, x = y + self.border[0], x + self.border[1]
-            height, width = self.label_shape
-            return values, self._classes(item.label, mask[y : y + height, x : x + width][..., 0])
+        image = self._image(item.image)
+        height, width = self.shape[:2]
+        spare = image.shape[0] - height, image.shape[1] - width
+        if min(spare) < 0:
+            raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
+        y, x = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
+        values = as_bytes(image[y : y + height, x : x + width], self.shape[2])
+        if not self.masks:
+            return values, np.int32(item.label)
+        mask = self._image(item.label)
+        y, x = y + self.border[0], x + self.border[1]
+        height, width = self.label_shape
+        return values, self._classes(item.label, mask[y : y + height, x : x + width][..., 0])
 
     def _classes(self, path: Path, mask: np.ndarray) -> np.ndarray:
-        wrong = (mask < 0) | ((mask >= self.classes) & (mask != IGNORED))
+        classes = np.full(mask.shape, IGNORED, np.uint8)
+        for index, value in enumerate(self.mask_values):
+            classes[mask == value] = index
+        wrong = (classes == IGNORED) & (mask != IGNORED)
         if wrong.any():
+            values = ", ".join(map(str, self.mask_values[:10]))
             raise DataError(
                 path,
-                f"holds the value {mask[wrong][0]}, but `classes` is {self.classes}: a mask has 0 "
-                f"to {self.classes - 1}, and {IGNORED} for what does not count",
+                f"holds the value {mask[wrong][0]}; with {self.classes} classes a mask has {values}"
+                f" and, for what does not count, {IGNORED}. Set `data.classes`, or "
+                "`data.mask_values` to the value of each class",
             )
-        return mask.astype(np.uint8)
+        return classes
+
+    def _check_not_black_and_white(self) -> None:
+        """Masks of 0 and 255 would train on nothing but background."""
+        values: set[int] = set()
+        for index in range(min(_MASKS_LOOKED_AT, len(self))):
+            with contextlib.suppress(ImageError):  # reported when it is its turn
+                values |= set(np.unique(self.read(index, None)[1]).tolist())
+        if IGNORED in values and values <= {0, IGNORED}:
+            raise DataError(
+                self.items[0].label,
+                f"this mask and others hold only 0 and {IGNORED}, and {IGNORED} stands for what "
+                f"does not count. If it is a class, set `data.mask_values` to (0, {IGNORED}); if "
+                f"not, to {tuple(range(self.classes))}",
+            )
 
     def _image(self, path: Path) -> Image:
         """Opened, or still open. Formats without windows are not kept: they hold all pixels."""
-        image = self._open.pop(path, None) or open_image(path)
+        if not hasattr(self._of_thread, "images"):
+            self._of_thread.images = collections.OrderedDict()
+        images: collections.OrderedDict[Path, Image] = self._of_thread.images
+        image = images.pop(path, None) or open_image(path)
         if not image.whole:
-            self._open[path] = image
-            while len(self._open) > _OPEN_IMAGES:
-                self._open.popitem(last=False)[1].close()
+            images[path] = image
+            while len(images) > _OPEN_IMAGES:
+                images.popitem(last=False)[1].close()
         return image
 
     def _checked(self, found: Listing) -> tuple[list[Item], list[tuple[int, int]]]:

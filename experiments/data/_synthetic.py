@@ -18,6 +18,8 @@ from ._dataset import Dataset, Geometry
 
 _AREA_PER_CELL = 64 * 64 * 0.45
 """Pixels: about a quarter of the image is cells."""
+_MOST_DRAWN = 4096
+"""Pixels along a side of a texture before it repeats: drawing takes 0.1 s a megapixel."""
 
 
 class _Synthetic(Dataset):
@@ -76,8 +78,11 @@ class Textures(_Synthetic):
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         label = (self.start + index) % self.classes
-        image = draw_texture(self._generator(index), label, self.classes, *self.shape)
-        return image, np.int32(label)
+        height, width, channels = self.shape
+        drawn = min(height, _MOST_DRAWN), min(width, _MOST_DRAWN)
+        image = draw_texture(self._generator(index), label, self.classes, *drawn, channels)
+        repeats = (-(-height // drawn[0]), -(-width // drawn[1]), 1)
+        return np.tile(image, repeats)[:height, :width], np.int32(label)
 
 
 def draw_cells(

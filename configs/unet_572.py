@@ -1,0 +1,24 @@
+"""The reference U-Net: batches of 8 images of 572 x 572, float32, 31 million weights. For a GPU.
+
+    python -m experiments.train --config=configs/unet_572.py --workdir=runs/unet_572
+"""
+
+from experiments.config import base
+
+
+def get_config():
+    config = base("unet")
+    config.policy = "budget:2GB"
+    config.tile_batch = True
+    config.data.size = 572
+    config.data.train_images = 512
+    config.data.eval_images = 32
+    config.data.augment = True
+    config.train.steps = 1000
+    config.train.batch_size = 8
+    config.train.learning_rate = 1e-4
+    config.train.warmup_steps = 50
+    config.eval.every = 200
+    config.eval.batch_size = 8
+    config.checkpoint.every = 200
+    return config

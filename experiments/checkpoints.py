@@ -1,0 +1,153 @@
+"""Checkpoints that survive: written atomically, read back with their digest.
+
+A checkpoint is a folder per step, made by orbax: arrays by name, and a small record. It appears
+under its name only once it is complete. Its record holds a digest of the arrays, so that damage is
+noticed; a damaged checkpoint is set aside, with a warning, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint can be used, although there are some."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    step: int
+    arrays: Arrays
+    record: dict[str, Any]
+    """What was saved beside the arrays."""
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """The leaves by name, as `params.conv1.kernel`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def unflatten(like: Any, arrays: Arrays) -> Any:
+    """A tree like another, with these leaves: the inverse of `flatten`."""
+    wanted = flatten(like)
+    if wanted.keys() != arrays.keys():
+        missing = sorted(wanted.keys() - arrays.keys())[:3] or "nothing"
+        unknown = sorted(arrays.keys() - wanted.keys())[:3] or "nothing"
+        raise CheckpointError(
+            "the checkpoint is of another model or optimiser: "
+            f"it lacks {missing}, and has {unknown} that is not wanted"
+        )
+    for name, leaf in wanted.items():
+        if leaf.shape != arrays[name].shape or leaf.dtype != arrays[name].dtype:
+            raise CheckpointError(
+                f"the checkpoint has {name} as {arrays[name].dtype}{list(arrays[name].shape)}, the "
+                f"model as {leaf.dtype}{list(leaf.shape)}"
+            )
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
+
+class Checkpoints:
+    """The checkpoints in a folder, of which the newest `keep` stay."""
+
+    def __init__(self, folder: pathlib.Path, *, keep: int, read_only: bool = False):
+        import orbax.checkpoint as ocp
+
+        logging.getLogger("absl").setLevel(logging.WARNING)
+        self._ocp, self.folder = ocp, folder.absolute()
+        self._manager, self._read_only = None, read_only
+        if read_only and not folder.is_dir():
+            return
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            create=not read_only,
+            read_only=read_only,
+        )
+        self._manager = ocp.CheckpointManager(
+            self.folder, options=options, item_names=("arrays", "record")
+        )
+
+    def save(self, step: int, tree: Any, record: dict[str, Any]) -> None:
+        """Write one; if the step is there already, it is replaced."""
+        arrays = {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
+        args = self._ocp.args
+        self._manager.save(
+            step,
+            args=args.Composite(
+                arrays=args.StandardSave(arrays),
+                record=args.JsonSave({"digest": digest(arrays), "record": record}),
+            ),
+            force=True,
+        )
+        self._manager.wait_until_finished()
+
+    def restore(self) -> Restored | None:
+        """The newest one that is whole; None if there is none at all."""
+        steps = sorted(self._manager.all_steps(), reverse=True) if self._manager else []
+        damaged = []
+        for step in steps:
+            try:
+                found = self._read(step)
+            except Exception as error:  # whatever orbax makes of damaged files
+                reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+                damaged.append(step)
+                print(f"warning: the checkpoint of step {step} is damaged ({reason})", flush=True)
+                continue
+            for step in damaged:
+                self._set_aside(step)
+            if damaged:
+                print(f"going on from the checkpoint of step {found.step} instead", flush=True)
+            return found
+        if damaged:
+            raise CheckpointError(
+                f"all checkpoints in {self.folder} are damaged (steps {damaged}); to start anew, "
+                "remove that folder"
+            )
+        return None
+
+    def _read(self, step: int) -> Restored:
+        args = self._ocp.args
+        found = self._manager.restore(
+            step, args=args.Composite(arrays=args.StandardRestore(), record=args.JsonRestore())
+        )
+        arrays = {name: np.asarray(x) for name, x in found.arrays.items()}
+        if digest(arrays) != found.record["digest"]:
+            raise ValueError("its arrays do not have the digest that was saved with them")
+        return Restored(step, arrays, found.record["record"])
+
+    def _set_aside(self, step: int) -> None:
+        """So that the step can be written again."""
+        if self._read_only:
+            return
+        aside = self.folder.parent / "damaged" / f"{self.folder.name}-{step}"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.parent.mkdir(exist_ok=True)
+        (self.folder / str(step)).rename(aside)
+        self._manager.reload()
+
+    def close(self) -> None:
+        if self._manager:
+            self._manager.close()
+
+
+def digest(arrays: Arrays) -> str:
+    """Of names, types, shapes and values."""
+    total = hashlib.sha256()
+    for name in sorted(arrays):
+        x = arrays[name]
+        total.update(f"{name} {x.dtype} {x.shape};".encode())
+        total.update(np.ascontiguousarray(x).tobytes())
+    return total.hexdigest()

@@ -1,0 +1,211 @@
+"""What a run is: its fields, their types, and how a command line changes them.
+
+A config is a Python file with `get_config()`, which starts from `base()` and sets fields. The type
+of a field is the type of its first value. On the command line, `--config.train.steps=200`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import itertools
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+import models
+import policies
+
+OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
+SCHEDULES = ("constant", "cosine", "linear")
+# Fields that may differ when a run goes on: they change how it runs, not what it computes.
+FREE = ("policy", "checkpoint.", "log.", "train.steps", "eval.tile")
+
+
+class ConfigError(ValueError):
+    """A field has a value that cannot work."""
+
+
+def base(model: str, **options: Any) -> ConfigDict:
+    """All fields with their defaults. `options` are those of the model's class."""
+    config = ConfigDict(
+        {
+            # The model's name, and arguments of its class.
+            "model": {"name": model, **options},
+            # What is stored and recomputed: see `policies.names()`.
+            "policy": "store_all",
+            # Whether the images of a batch are tiles too.
+            "tile_batch": False,
+            # Of activations; weights and optimiser are float32.
+            "dtype": "float32",
+            "seed": 0,
+            "data": {
+                "kind": "cells",  # cells, textures or folder
+                "path": "",
+                "labels": "masks",  # masks, folders or csv
+                "size": 256,  # of the window that is read; 0: whole images
+                "channels": 1,
+                "classes": 2,
+                "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
+                "train_images": 64,
+                "eval_images": 8,
+                "eval_fraction": 0.2,  # of a folder without train/ and eval/
+                "augment": False,
+                "on_bad_file": "error",  # or skip
+                "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
+                "std": (0.25,),
+            },
+            "train": {
+                "steps": 100,
+                "batch_size": 1,
+                "optimiser": "adam",
+                "learning_rate": 1e-3,
+                "schedule": "cosine",
+                "warmup_steps": 0,
+                "weight_decay": 0.0,
+                "momentum": 0.9,
+                "clip_norm": 1.0,  # 0: gradients are not clipped
+                "ema": 0.0,  # decay of the weights' moving average; 0: none
+            },
+            "eval": {
+                "every": 50,  # steps; 0: only at the end
+                "batch_size": 1,
+                "tile": 1024,  # positions along a tile of the evaluation
+            },
+            "checkpoint": {"every": 50, "keep": 3},
+            "log": {"every": 10, "tensorboard": False},
+        }
+    )
+    return config.lock()
+
+
+def check(config: ConfigDict) -> None:
+    """Raise an error if a field's value cannot work, whatever the data."""
+    _one_of(config, "model.name", models.names())
+    _one_of(config, "dtype", ("float32", "bfloat16", "float16", "float64"))
+    _one_of(config, "data.kind", ("cells", "textures", "folder"))
+    _one_of(config, "data.labels", ("masks", "folders", "csv"))
+    _one_of(config, "data.on_bad_file", ("error", "skip"))
+    _one_of(config, "data.channels", (1, 3))
+    _one_of(config, "train.optimiser", OPTIMISERS)
+    _one_of(config, "train.schedule", SCHEDULES)
+    for name in (
+        *("train.steps", "train.batch_size", "eval.batch_size", "eval.tile", "log.every"),
+        *("checkpoint.every", "checkpoint.keep", "data.classes", "train.learning_rate"),
+        *("data.train_images", "data.eval_images"),
+    ):
+        _require(config, name, lambda n: n > 0, "be positive")
+    for name in ("eval.every", "train.warmup_steps", "train.weight_decay", "train.clip_norm"):
+        _require(config, name, lambda n: n >= 0, "not be negative")
+    for name in ("train.ema", "data.eval_fraction", "train.momentum"):
+        _require(config, name, lambda n: 0 <= n < 1, "be at least 0 and less than 1")
+    for name in ("data.mean", "data.std"):
+        allowed = (1, config.data.channels)
+        _require(
+            config, name, lambda t: len(t) in allowed, f"have {allowed[0]} or {allowed[1]} values"
+        )
+    _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
+    _require(config, "seed", lambda n: 0 <= n < 2**31, "be at least 0 and less than 2**31")
+    if config.data.kind == "folder" and not config.data.path:
+        raise ConfigError("`data.kind` is 'folder', so `data.path` must name one")
+    try:
+        policies.resolve(config.policy)
+    except ValueError as error:
+        raise ConfigError(f"`policy`: {error}") from error
+
+
+def fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All fields by their dotted names.
+
+    >>> dict(fields(base("unet")))["train.steps"]
+    100
+    """
+    for key, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from fields(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Fields with which a run cannot go on, as text: those that change what it computes."""
+    return [
+        f"{name}: {old.get(name)!r} there, {new.get(name)!r} here"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
+        and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in FREE)
+    ]
+
+
+def define_flag() -> flags.FlagHolder:
+    return config_flags.DEFINE_config_file("config", None, "a file of configs/", lock_config=True)
+
+
+def start(main: Callable[[Sequence[str]], Any]) -> None:
+    """`app.run` for a program with a config: bad flags end in one line."""
+
+    def parse(argv: Sequence[str]) -> Sequence[str]:
+        try:
+            _check_overrides(argv)
+            return app.parse_flags_with_usage(list(argv))
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
+
+    app.run(main, flags_parser=parse)
+
+
+def _check_overrides(argv: Sequence[str]) -> None:
+    """Each `--config.NAME` must be a field of the file that `--config` names."""
+    given = [a.lstrip("-").partition("=") for a in argv if a.lstrip("-").startswith("config.")]
+    paths = [a.partition("=")[2] for a in argv if a.lstrip("-").startswith("config=")]
+    follows = [b for a, b in itertools.pairwise(argv) if a.lstrip("-") == "config"]
+    for path in [*paths, *follows]:
+        known = dict(fields(load(path)))
+        for name, _, _ in given:
+            name = name.removeprefix("config.")
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+                last = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+                hint = f"; did you mean {(last or near)[0]!r}?" if last or near else ""
+                raise ConfigError(f"{path} has no field {name!r}{hint}")
+
+
+def load(path: str) -> ConfigDict:
+    """The config of a file."""
+    file = pathlib.Path(path.partition(":")[0])
+    if not file.is_file():
+        here = sorted(str(f) for f in file.parent.glob("*.py") if not f.name.startswith("_"))
+        hint = f"; there are {', '.join(here)}" if here else ""
+        raise ConfigError(f"there is no config {str(file)!r}{hint}")
+    spec = importlib.util.spec_from_file_location("config_file", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return module.get_config()
+    except (AttributeError, KeyError, TypeError, SyntaxError, ImportError) as error:
+        raise ConfigError(f"{file}: {' '.join(str(a) for a in error.args)}") from error
+
+
+def _value(config: ConfigDict, name: str) -> Any:
+    for key in name.split("."):
+        config = config[key]
+    return config
+
+
+def _one_of(config: ConfigDict, name: str, allowed: Sequence[Any]) -> None:
+    value = _value(config, name)
+    if value in allowed:
+        return
+    near = difflib.get_close_matches(str(value), [str(a) for a in allowed], 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"`{name}` (={value!r}) must be one of {', '.join(map(repr, allowed))}{hint}")
+
+
+def _require(config: ConfigDict, name: str, holds: Callable[[Any], bool], must: str) -> None:
+    value = _value(config, name)
+    if not holds(value):
+        raise ConfigError(f"`{name}` (={value!r}) must {must}")

@@ -1,0 +1,120 @@
+"""What is measured while a run goes: speed, a trace, boards."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from .config import ConfigError
+from .workdir import Workdir
+
+
+class Clock:
+    """Time of steps and of waiting for data. Compilation, evaluation and saving do not count.
+
+    The first step after a start does not count either: libraries load in it.
+    """
+
+    def __init__(self, workdir: Workdir, batch_size: int, shape: tuple[int, ...]):
+        self.workdir, self.images = workdir, batch_size
+        self.megapixels = batch_size * shape[0] * shape[1] / 1e6
+        self._first, self._begin, self._load = True, 0.0, 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.steps, self.seconds, self.waited = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        self._begin = time.perf_counter()
+
+    def loaded(self) -> None:
+        self._load = time.perf_counter()
+
+    def end(self) -> None:
+        if self._first:
+            self._first = False
+            return
+        self.steps += 1
+        self.seconds += time.perf_counter() - self._begin
+        self.waited += self._load - self._begin
+
+    def rates(self) -> dict[str, float]:
+        """Since the last line was written."""
+        each = self.seconds / self.steps
+        return {
+            "seconds_per_step": each,
+            "images_per_second": self.images / each,
+            "megapixels_per_second": self.megapixels / each,
+            "share_waiting_for_data": self.waited / self.seconds,
+        }
+
+    def text(self) -> str:
+        if not self.steps:
+            return "-"
+        rates = self.rates()
+        text = (
+            f"{rates['images_per_second']:.3g} images/s  "
+            f"{rates['megapixels_per_second']:.3g} Mpixel/s"
+        )
+        waiting = rates["share_waiting_for_data"]
+        return text + (f"  {waiting:.0%} waiting for data" if waiting > 0.2 else "")
+
+    def write(self, step: int) -> None:
+        if self.steps:
+            self.workdir.write_timing({"step": step, "steps": self.steps, **self.rates()})
+            self._reset()
+
+
+class Profiler:
+    """Traces five steps, after two that are not traced."""
+
+    def __init__(self, folder: pathlib.Path, wanted: bool):
+        self.folder, self.wanted, self.steps, self.running = folder, wanted, 0, False
+
+    def step(self) -> None:
+        self.steps += 1
+        if self.wanted and self.steps == 3:
+            jax.profiler.start_trace(self.folder)
+            self.running = True
+        if self.steps == 8:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self.running:
+            jax.profiler.stop_trace()
+            self.running = False
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stop()
+
+
+def tensorboard(
+    config: ConfigDict, folder: pathlib.Path, step: int
+) -> Callable[[dict[str, Any]], None]:
+    """A function that shows a line of metrics on TensorBoard, if the config wants it."""
+    if not config.log.tensorboard:
+        return lambda line: None
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "`log.tensorboard` needs tensorboardX: pip install 'jaxtile[tensorboard]'"
+        ) from error
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def show(line: dict[str, Any]) -> None:
+        split = line.get("split", "train")
+        for name, value in line.items():
+            if isinstance(value, float):
+                writer.add_scalar(f"{split}/{name}", value, line["step"])
+        writer.flush()
+
+    return show

@@ -1,0 +1,127 @@
+"""Pictures of a run: the loss, predictions beside truth, tiles with their halos."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from jaxtile import Explanation
+
+_MOST_PIXELS = 1024  # along a side of what is drawn
+
+
+def loss_curve(lines: Sequence[dict[str, Any]], quality: str, path: pathlib.Path) -> None:
+    """Training loss by step, and the evaluation's loss and quality."""
+    train = [line for line in lines if "split" not in line]
+    evals = [line for line in lines if line.get("split") == "eval"]
+    figure, left = plt.subplots(figsize=(7, 4), layout="constrained")
+    left.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, label="training loss")
+    steps = [x["step"] for x in evals]
+    left.plot(steps, [x["loss"] for x in evals], "o-", color="C1", label="evaluation loss")
+    left.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    right = left.twinx()
+    right.plot(steps, [x[quality] for x in evals], "s--", color="C2", label=quality)
+    right.set(ylabel=quality, ylim=(0, 1))
+    handles = [h for axis in (left, right) for h in axis.get_legend_handles_labels()[0]]
+    left.legend(handles=handles, loc="center right")
+    _save(figure, path)
+
+
+def predictions(rows: Sequence[tuple[Any, Any, Any]], classes: int, path: pathlib.Path) -> None:
+    """Image, truth and prediction, a row each; truth and prediction are maps or numbers."""
+    figure, axes = plt.subplots(
+        len(rows), 3, figsize=(9, 3 * len(rows)), squeeze=False, layout="constrained"
+    )
+    for row, (image, truth, predicted) in zip(axes, rows, strict=True):
+        for axis, title, value in zip(
+            row, ("image", "truth", "prediction"), (image, truth, predicted), strict=True
+        ):
+            axis.axis("off")
+            axis.set_title(title, fontsize=9)
+            if title == "image":
+                _show(axis, value)
+            elif np.ndim(value) == 0:
+                axis.text(0.5, 0.5, f"class {value}", ha="center", va="center", fontsize=14)
+            else:
+                shown = np.where(value == 255, np.nan, value.astype(float))
+                axis.imshow(
+                    _thinned(shown),
+                    vmin=0,
+                    vmax=max(1, classes - 1),
+                    cmap="viridis",
+                    interpolation="nearest",
+                )
+    _save(figure, path)
+
+
+def tile_grid(image: np.ndarray, explained: Explanation, path: pathlib.Path) -> bool:
+    """The tiles of the first loop that reads the image, and what two of them read.
+
+    Returns whether there is such a loop.
+    """
+    found = [
+        (region, use)
+        for region in explained.regions
+        if isinstance(region.grid, tuple)
+        for use in region.reads
+        if image.shape[:2] == tuple(use.shape[-3:-1])
+    ]
+    if not found:
+        return False
+    region, use = found[0]
+    (rows, columns), size = region.grid[-2:], image.shape[:2]
+    figure, axis = plt.subplots(figsize=(7, 7 * size[0] / size[1] + 0.4), layout="constrained")
+    _show(axis, image, extent=(0, size[1], size[0], 0))
+    edges = [np.linspace(0, n, k + 1) for n, k in zip(size, (rows, columns), strict=True)]
+    axis.hlines(edges[0], 0, size[1], color="w", lw=0.8)
+    axis.vlines(edges[1], 0, size[0], color="w", lw=0.8)
+    halo = use.halo[-2:]
+    for color, (i, j) in (("C1", (rows // 2, columns // 2)), ("C3", (0, 0))):
+        top, bottom = edges[0][i], edges[0][i + 1]
+        left, right = edges[1][j], edges[1][j + 1]
+        axis.add_patch(_box(left, top, right, bottom, color, "-"))
+        outer = (
+            max(0, left - halo[1][0]),
+            max(0, top - halo[0][0]),
+            min(size[1], right + halo[1][1]),
+            min(size[0], bottom + halo[0][1]),
+        )
+        axis.add_patch(_box(*outer, color, "--"))
+    sides = " and ".join(f"{a}+{b}" for a, b in halo)
+    axis.set_title(
+        f"{rows} x {columns} tiles (solid) and what they read (dashed); halo {sides} pixels"
+    )
+    _save(figure, path)
+    return True
+
+
+def _box(left, top, right, bottom, color: str, style: str) -> Rectangle:
+    return Rectangle(
+        (left, top), right - left, bottom - top, fill=False, ec=color, ls=style, lw=1.8
+    )
+
+
+def _show(axis, image: np.ndarray, **options: Any) -> None:
+    image = _thinned(image)
+    if image.shape[-1] == 1:
+        axis.imshow(image[..., 0], cmap="gray", vmin=0, vmax=255, **options)
+    else:
+        axis.imshow(image, **options)
+
+
+def _thinned(image: np.ndarray) -> np.ndarray:
+    step = max(1, -(-max(image.shape[:2]) // _MOST_PIXELS))
+    return image[::step, ::step]
+
+
+def _save(figure, path: pathlib.Path) -> None:
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,211 @@
+"""One training step as a compiled program: optimiser, schedule, policy, bytes."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from ml_collections import ConfigDict
+
+import jaxtile
+import policies
+from policies import format_bytes
+
+from .config import ConfigError
+from .task import IGNORED, Counts, Task, Weights, metrics
+
+_SMALLEST_TILE = 128  # pixels along a side: below, tiles are mostly halo
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    params: Any
+    variables: Any
+    optimiser: Any
+    ema: Any
+    """Moving average of the weights; empty if there is none."""
+
+    @property
+    def weights(self) -> Weights:
+        """Those to evaluate."""
+        return Weights(self.ema or self.params, self.variables)
+
+
+def new_state(task: Task, optimiser: optax.GradientTransformation) -> State:
+    """Before the first step; a function of the seed."""
+    params, variables = task.weights()
+    average = jax.tree.map(jnp.array, params) if task.config.train.ema else ()
+    return State(params, variables, optimiser.init(params), average)
+
+
+def make_optimiser(config: ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """The optimiser, and the learning rate as a function of the step."""
+    train = config.train
+    if train.warmup_steps >= train.steps:
+        raise ConfigError(
+            f"`train.warmup_steps` (={train.warmup_steps}) must be less than `train.steps` "
+            f"(={train.steps})"
+        )
+    left = train.steps - train.warmup_steps
+    after = {
+        "constant": optax.constant_schedule(train.learning_rate),
+        "cosine": optax.cosine_decay_schedule(train.learning_rate, left),
+        "linear": optax.linear_schedule(train.learning_rate, 0.0, left),
+    }[train.schedule]
+    rate = after
+    if train.warmup_steps:
+        warmup = optax.linear_schedule(0.0, train.learning_rate, train.warmup_steps)
+        rate = optax.join_schedules([warmup, after], [train.warmup_steps])
+    decay = train.weight_decay
+    optimiser = {
+        "sgd": lambda: optax.chain(
+            optax.add_decayed_weights(decay), optax.sgd(rate, momentum=train.momentum or None)
+        ),
+        "adam": lambda: optax.chain(optax.add_decayed_weights(decay), optax.adam(rate)),
+        "adamw": lambda: optax.adamw(rate, weight_decay=decay),
+        "lamb": lambda: optax.lamb(rate, weight_decay=decay),
+    }[train.optimiser]()
+    clip = optax.clip_by_global_norm(train.clip_norm) if train.clip_norm else optax.identity()
+    return optax.chain(clip, optimiser), rate
+
+
+class Step:
+    """One step of training on batches of one shape; what its loss stores, a policy says."""
+
+    def __init__(self, task: Task, optimiser: optax.GradientTransformation, batch: Any):
+        self.task, self.optimiser = task, optimiser
+        self.state = _strong(jax.eval_shape(lambda: new_state(task, optimiser)))
+        self.batch = tuple(batch)
+
+    def traced(self, policy: Any) -> Any:
+        """The step under a policy; None: the plain loss, as it was written."""
+        loss = self.task.loss
+        if policy is not None:
+            loss = jaxtile.checkpoint(loss, in_axes=self.task.in_axes(2), policy=policy)
+        return self._of(loss).trace(self.state, *self.batch)
+
+    def plan(self, budget: int) -> policies.Plan:
+        """For the whole step: optimiser, gradients and batch included."""
+        return policies.plan(
+            self.task.loss,
+            *self._loss_arguments,
+            in_axes=self.task.in_axes(2),
+            budget=budget,
+            step=self._of,
+            step_args=(self.state, *self.batch),
+            progress=lambda line: print(line, flush=True),
+        )
+
+    def fingerprint(self) -> str:
+        axes = self.task.in_axes(2)
+        return jaxtile.outline(self.task.loss, *self._loss_arguments, in_axes=axes).fingerprint
+
+    @property
+    def _loss_arguments(self) -> tuple[Any, ...]:
+        return (self.state.params, self.state.variables, *self.batch)
+
+    def _of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        decay = self.task.config.train.ema
+
+        def averaged(ema: Any, params: Any) -> Any:
+            return jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, ema, params)
+
+        def step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, dict]:
+            (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(
+                state.params, state.variables, images, labels
+            )
+            updates, moments = self.optimiser.update(gradients, state.optimiser, state.params)
+            params = optax.apply_updates(state.params, updates)
+            ema = averaged(state.ema, params) if decay else ()
+            norm = optax.global_norm(gradients)
+            # A step that is not finite changes nothing, so that what came before can be saved.
+            finite = jnp.isfinite(value) & jnp.isfinite(norm)
+            new = State(params, variables, moments, ema)
+            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+            return new, {"loss": value, "gradient_norm": norm}
+
+        return jax.jit(step, donate_argnums=0)
+
+
+def _strong(shapes: Any) -> Any:
+    """Without weak types, which a checkpoint does not keep."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+
+
+def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
+    """The policy that a config names; for a budget a plan, kept in a file for the next time."""
+    if not text.startswith("budget:"):
+        return policies.resolve(text)
+    budget = policies.parse_bytes(text.removeprefix("budget:"))
+    if file.exists():
+        try:
+            plan = policies.Plan.load(file)
+            wanted = (budget, step.fingerprint(), policies.costs().device)
+            if (plan.budget, plan.fingerprint, plan.device) == wanted:
+                return plan
+        except ValueError as error:
+            print(f"warning: {error}; planning anew", flush=True)
+    plan = step.plan(budget)
+    new = file.with_name(file.name + ".new")
+    plan.save(new)
+    new.replace(file)
+    return plan
+
+
+class Program:
+    """The compiled step and evaluation of a run, and the bytes of the step."""
+
+    def __init__(self, step: Step, policy: Any, eval_batch: Any):
+        began = time.perf_counter()
+        traced = step.traced(policy)
+        self.task = step.task
+        self.predicted = predicted_bytes(traced)
+        self.step = traced.lower().compile()
+        self.bytes = jaxtile.Bytes.of(self.step).total
+        self._evaluate = self._evaluation(step, eval_batch).lower().compile()
+        self.compile_seconds = time.perf_counter() - began
+
+    def _evaluation(self, step: Step, batch: Any) -> Any:
+        """In tiles so small that it takes no more memory than a step, if there are such tiles."""
+        shape, self.eval_tile = batch[0].shape, self.task.config.eval.tile
+        state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.state))
+        while True:
+            evaluation = jax.jit(self.task.evaluation(shape, self.eval_tile))
+            traced = evaluation.trace(step.state.weights, *batch)
+            images = batch[0].size + batch[1].size * batch[1].dtype.itemsize
+            needed = state + images + jaxtile.predict_memory(traced.jaxpr).bytes.temporaries
+            if needed <= self.bytes or self.eval_tile < 2 * _SMALLEST_TILE:
+                return traced
+            self.eval_tile //= 2
+
+    def evaluate(self, weights: Weights, batches: Iterable[Any]) -> dict[str, Any]:
+        """Metrics over all batches."""
+        found: list[Counts] = []
+        for batch in batches:
+            labels = np.array(batch.labels)
+            labels[batch.count :] = IGNORED if labels.dtype == np.uint8 else -1
+            found.append(jax.device_get(self._evaluate(weights, batch.images, labels)))
+        return metrics(found)
+
+    def memory_text(self) -> str:
+        peak = memory_of_device().get("peak_bytes_in_use")
+        return f"step {format_bytes(self.bytes)}" if peak is None else f"peak {format_bytes(peak)}"
+
+
+def predicted_bytes(traced: Any) -> int:
+    """Of a traced step, before it is compiled."""
+    infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
+    donated = [info.donated for info in infos]
+    return jaxtile.predict_memory(traced.jaxpr, donated=donated).bytes.total
+
+
+def memory_of_device() -> dict[str, int]:
+    """What the device's allocator says; nothing on a CPU."""
+    return jax.local_devices()[0].memory_stats() or {}

@@ -1,0 +1,137 @@
+"""The end of a run: what it reached, what it saved, and pictures of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxtile
+from policies import format_bytes
+
+from . import data, pictures
+from .step import Program, Step, memory_of_device, predicted_bytes
+from .task import Weights
+from .workdir import Workdir, write_atomically
+
+_EXAMPLES = 3  # in the picture of predictions
+
+
+def write(
+    workdir: Workdir,
+    step: Step,
+    program: Program,
+    policy: Any,
+    record: dict[str, Any],
+    skipped: dict[str, str],
+    dataset: data.Dataset,
+    weights: Weights,
+) -> str:
+    """Write `summary.json` and the pictures; returns the summary as text."""
+    lines = workdir.metrics()
+    last = [line for line in lines if line.get("split") == "eval"][-1]
+    plain_predicted, plain_compiled = plain_bytes(step)
+    found = {
+        "step": last["step"],
+        "quality": {k: last[k] for k in ("loss", "accuracy", "mean_iou", "mean_dice", "iou")},
+        "best": record["best"],
+        "policy": step.task.config.policy,
+        "bytes": {
+            "predicted": program.predicted,
+            "compiled": program.bytes,
+            "observed_peak": memory_of_device().get("peak_bytes_in_use"),
+            "plain_predicted": plain_predicted,
+            "plain_compiled": plain_compiled,
+        },
+        "speed": speed(workdir),
+        "skipped_files": len(skipped),
+    }
+    write_atomically(workdir.path / "summary.json", json.dumps(found, indent=1) + "\n")
+    drawn = draw(workdir, step, program, policy, lines, dataset, weights)
+    return as_text(found, step, drawn, workdir)
+
+
+def plain_bytes(step: Step) -> tuple[int, int | None]:
+    """Predicted and compiled bytes of the untiled step; None where it could not be tried: on a GPU
+    compiling it runs its convolutions.
+    """
+    traced = step.traced(None)
+    predicted = predicted_bytes(traced)
+    limit = memory_of_device().get("bytes_limit")
+    if limit is not None and predicted > 0.8 * limit:
+        return predicted, None
+    return predicted, jaxtile.Bytes.of(traced.lower().compile()).total
+
+
+def speed(workdir: Workdir) -> dict[str, float]:
+    """Medians over the stretches between checkpoints."""
+    lines = workdir.timings()
+    names = ("seconds_per_step", "images_per_second", "megapixels_per_second")
+    return {name: float(np.median([line[name] for line in lines])) for name in names if lines}
+
+
+def draw(workdir, step: Step, program, policy, lines, dataset, weights: Weights) -> list[str]:
+    """The pictures; returns their names."""
+    task = step.task
+    pictures.loss_curve(lines, task.quality, workdir.path / "loss.png")
+    count = min(_EXAMPLES, len(dataset))
+    examples = [dataset.example(i, None) for i in range(count)]
+    predict = jax.jit(task.prediction((1, *dataset.shape), program.eval_tile))
+    rows = [
+        (image, label, np.asarray(predict(weights, image[None]))[0]) for image, label in examples
+    ]
+    classes = task.config.data.classes
+    pictures.predictions(rows, classes, workdir.path / "predictions.png")
+    state = step.state
+    explained = jaxtile.explain(
+        task.loss,
+        state.params,
+        state.variables,
+        *step.batch,
+        in_axes=task.in_axes(2),
+        policy=policy,
+    )
+    tiled = pictures.tile_grid(examples[0][0], explained, workdir.path / "tiles.png")
+    return ["loss.png", "predictions.png", *(["tiles.png"] if tiled else [])]
+
+
+def as_text(found: dict[str, Any], step: Step, drawn: list[str], workdir: Workdir) -> str:
+    size, best = found["bytes"], found["best"]
+    plain, which = (
+        (size["plain_predicted"], "predicted")
+        if size["plain_compiled"] is None
+        else (size["plain_compiled"], "compiled")
+    )
+    rows = [
+        (
+            "quality",
+            step.task.describe(found["quality"]),
+        ),
+        (
+            "best",
+            f"{step.task.quality} {best['quality']:.4f} after step {best['step']}" if best else "-",
+        ),
+        (
+            "memory",
+            f"{format_bytes(size['compiled'])} a step (predicted: "
+            f"{format_bytes(size['predicted'])}), "
+            f"plain JAX {format_bytes(plain)} ({which}): {size['compiled'] / plain:.2f} of it",
+        ),
+    ]
+    if size["observed_peak"] is not None:
+        rows.append(("peak", f"{format_bytes(size['observed_peak'])} observed on the device"))
+    if found["speed"]:
+        rates = found["speed"]
+        rows.append(
+            (
+                "speed",
+                f"{rates['seconds_per_step']:.3g} s a step, {rates['images_per_second']:.3g} "
+                f"images/s, {rates['megapixels_per_second']:.3g} Mpixel/s",
+            )
+        )
+    if found["skipped_files"]:
+        rows.append(("skipped", f"{found['skipped_files']} bad files"))
+    rows.append(("pictures", ", ".join(str(workdir.path / name) for name in drawn)))
+    return "\n".join(f"{name:9} {text}" for name, text in rows)

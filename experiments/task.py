@@ -1,0 +1,256 @@
+"""What a run computes: a model on normalised pixels, its loss, its scores, its metrics.
+
+All are pure functions of weights and images, so that they can be planned, tiled and streamed. The
+image stays as it came from the disk, 8 bits a channel: it is normalised inside the function, and so
+inside the tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from ml_collections import ConfigDict
+
+import jaxtile
+import models
+from jaxtile import ops
+
+from .checkpoints import Checkpoints, unflatten
+from .config import ConfigError
+
+IGNORED = 255  # of a mask: positions that do not count
+
+
+class Weights(NamedTuple):
+    """What a model is made of."""
+
+    params: Any
+    variables: Any
+    """Running statistics, and how many random numbers were drawn."""
+
+
+class Task:
+    """A model for images of one size, as functions."""
+
+    def __init__(self, config: ConfigDict):
+        self.config = config
+        self.dtype = jnp.dtype(config.dtype)
+        model = nnx.eval_shape(self._make)
+        self._graphdef, self._shapes, self._keys, self._variables = nnx.split(
+            model, nnx.Param, nnx.RngKey, ...
+        )
+        self.segments = hasattr(model, "output_size")
+        self.quality = "mean_iou" if self.segments else "accuracy"
+        self.output_size = model.output_size if self.segments else None
+
+    def _make(self) -> nnx.Module:
+        """The model; it has as many channels and classes as the data."""
+        data, options = self.config.data, self.config.model.to_dict()
+        name = options.pop("name")
+        sizes = {
+            "unet": {"in_channels": data.channels, "classes": data.classes},
+            "local_cnn": {"in_channels": data.channels, "num_classes": data.classes},
+            "alexnet": {"num_classes": data.classes},
+        }.get(name, {"in_channels": data.channels, "num_classes": data.classes})
+        try:
+            return models.create(
+                name, **sizes, **options, dtype=self.dtype, rngs=nnx.Rngs(self.config.seed)
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"`model`: {error}") from error
+
+    def weights(self) -> Weights:
+        """New weights, a function of the seed."""
+        _, params, _, variables = nnx.split(self._make(), nnx.Param, nnx.RngKey, ...)
+        return Weights(params, variables)
+
+    def loss(self, params, variables, images, labels) -> tuple[jax.Array, Any]:
+        """The loss in training mode, and the new variables."""
+        model = self._merged(params, variables)
+        value = model.loss(self.normalised(images), self._ignoring(labels))
+        _, _, _, changed = nnx.split(model, nnx.Param, nnx.RngKey, ...)
+        return value, changed
+
+    def scores(self, weights: Weights, images: jax.Array) -> jax.Array:
+        """The score of each class, in evaluation mode; per position if the model segments."""
+        model = self._merged(*weights)
+        model.eval()
+        return model(self.normalised(images)).astype(jnp.float32)
+
+    def normalised(self, images: jax.Array) -> jax.Array:
+        mean, std = (
+            jnp.asarray(v, self.dtype) for v in (self.config.data.mean, self.config.data.std)
+        )
+        return (images.astype(self.dtype) / 255 - mean) / std
+
+    def counts(self, weights: Weights, images, labels) -> Counts:
+        """What all metrics are made of, summed over the positions that count."""
+        scores, labels = self.scores(weights, images), self._ignoring(labels)
+        predicted, counted = scores.argmax(-1), labels >= 0
+        classes = jnp.arange(self.config.data.classes)
+        is_predicted = (predicted[..., None] == classes) & counted[..., None]
+        is_true = labels[..., None] == classes
+        axes = tuple(range(labels.ndim))
+        number = jnp.uint32
+        return Counts(
+            ops.softmax_cross_entropy(scores, labels),
+            counted.sum(dtype=number),
+            (is_predicted & is_true).sum(axes, dtype=number),
+            is_predicted.sum(axes, dtype=number),
+            is_true.sum(axes, dtype=number),
+        )
+
+    def check_size(self, shape: tuple[int, ...]) -> None:
+        """Raise an error if the model does not take images of this shape."""
+        images = jax.ShapeDtypeStruct((1, *shape), jnp.uint8)
+        try:
+            jax.eval_shape(self.scores, jax.eval_shape(self.weights), images)
+        except ValueError as error:
+            raise ConfigError(f"the model does not fit the data: {error}") from error
+
+    def describe(self, result: dict[str, Any]) -> str:
+        """Metrics in one line."""
+        text = f"loss {result['loss']:.4g}, accuracy {result['accuracy']:.4f}"
+        if not self.segments:
+            return text
+        per_class = " ".join("-" if v is None else f"{v:.3f}" for v in result["iou"])
+        mean, dice = result["mean_iou"], result["mean_dice"]
+        return f"{text}, mean IoU {mean:.4f} (per class {per_class}), mean Dice {dice:.4f}"
+
+    def in_axes(self, leading: int) -> tuple[Any, ...]:
+        """Which axes are tiled, after so many arguments that are not: images, then labels."""
+        axes = (0, 1, 2) if self.config.tile_batch else (1, 2)
+        images_only = (0, None, None) if self.config.tile_batch else None
+        return (*(None,) * leading, axes, axes if self.segments else images_only)
+
+    def evaluation(self, shape: tuple[int, ...], tile: int) -> Any:
+        """`counts` on images of this shape, in tiles of about so many pixels along a side."""
+        return self._tiled(self.counts, shape, tile, self.in_axes(1))
+
+    def prediction(self, shape: tuple[int, ...], tile: int) -> Any:
+        """The most probable class, per position if the model segments."""
+
+        def predict(weights: Weights, images: jax.Array) -> jax.Array:
+            return self.scores(weights, images).argmax(-1).astype(jnp.int32)
+
+        return self._tiled(predict, shape, tile, self.in_axes(1)[:2])
+
+    def _tiled(self, fun: Any, shape: tuple[int, ...], tile: int, in_axes: Any) -> Any:
+        grid = [math.ceil(n / tile) for n in shape[1:3]]
+        if max(grid) == 1:
+            return fun
+        grid = [shape[0], *grid] if self.config.tile_batch else grid
+        return jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tuple(grid))
+
+    def _merged(self, params, variables) -> nnx.Module:
+        keys = jax.tree.map(lambda _: jax.random.key(self.config.seed), self._keys)
+        return nnx.merge(self._graphdef, params, keys, variables, copy=True)
+
+    @staticmethod
+    def _ignoring(labels: jax.Array) -> jax.Array:
+        """Labels of 8 bits have 255 for what does not count; others -1."""
+        if labels.dtype != jnp.uint8:
+            return labels
+        return jnp.where(labels == IGNORED, -1, labels.astype(jnp.int32))
+
+
+class Counts(NamedTuple):
+    """Of a batch; per class where they are arrays."""
+
+    loss: Any
+    counted: Any
+    correct: Any
+    predicted: Any
+    true: Any
+
+
+def metrics(batches: list[Counts]) -> dict[str, Any]:
+    """The usual measures of all batches together.
+
+    Per class: intersection over union, and Dice; NaN, so `null`, where a class neither is there nor
+    is predicted, and then it is not in the mean.
+    """
+    counted = np.array([int(b.counted) for b in batches])
+    losses = np.array([float(b.loss) for b in batches])
+    correct, predicted, true = (
+        sum(np.asarray(getattr(b, name)).astype(np.int64) for b in batches)
+        for name in ("correct", "predicted", "true")
+    )
+    with np.errstate(invalid="ignore", divide="ignore"):
+        iou = correct / (predicted + true - correct)
+        dice = 2 * correct / (predicted + true)
+    total = max(1, counted.sum())
+    return {
+        "loss": float((losses * counted).sum() / total),
+        "accuracy": float(correct.sum() / total),
+        "mean_iou": _mean(iou),
+        "mean_dice": _mean(dice),
+        "iou": [_number(v) for v in iou],
+        "dice": [_number(v) for v in dice],
+    }
+
+
+def _number(x: float) -> float | None:
+    return None if np.isnan(x) else float(x)
+
+
+def _mean(values: np.ndarray) -> float | None:
+    there = values[~np.isnan(values)]
+    return float(there.mean()) if there.size else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained model, as it was at its best."""
+
+    task: Task
+    weights: Weights
+    step: int
+
+    @property
+    def config(self) -> ConfigDict:
+        return self.task.config
+
+
+def load_trained(workdir: str | pathlib.Path) -> Trained:
+    """The best weights of a run, or its last ones if it never was evaluated."""
+    folder = pathlib.Path(workdir)
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} is not the folder of a training run: it has no config.json")
+    config = ConfigDict(json.loads(file.read_text(), object_hook=_with_tuples))
+    task = Task(config)
+    shapes = jax.eval_shape(task.weights)
+    for name in ("best", "checkpoints"):
+        found = Checkpoints(folder / name, keep=1, read_only=True).restore()
+        if found is not None:
+            averaged = {
+                k.removeprefix("ema."): v for k, v in found.arrays.items() if k.startswith("ema.")
+            }
+            params = averaged or {
+                k.removeprefix("params."): v
+                for k, v in found.arrays.items()
+                if k.startswith("params.")
+            }
+            variables = {
+                k.removeprefix("variables."): v
+                for k, v in found.arrays.items()
+                if k.startswith("variables.")
+            }
+            weights = Weights(
+                unflatten(shapes.params, params), unflatten(shapes.variables, variables)
+            )
+            return Trained(task, weights, found.step)
+    raise ConfigError(f"{folder} has no checkpoint yet")
+
+
+def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}

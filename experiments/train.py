@@ -1,0 +1,235 @@
+"""Train a model on large images, as a config file says.
+
+    python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+The same command goes on where a run stopped, however it stopped. The order of the data is a
+function of seed and step, so an interrupted run ends with the same bits as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags, logging
+from ml_collections import ConfigDict
+
+from policies import format_bytes
+
+from . import data, summary
+from .checkpoints import CheckpointError, Checkpoints, unflatten
+from .config import ConfigError, check, define_flag, start
+from .images import ImageError
+from .instruments import Clock, Profiler, tensorboard
+from .out_of_memory import OutOfMemory, Stopped
+from .progress import Bar
+from .step import Program, Step, choose_policy, make_optimiser, new_state
+from .task import Task
+from .workdir import Workdir
+
+_CONFIG = define_flag()
+_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run")
+_PROFILE = flags.DEFINE_bool("profile", False, "trace five steps into WORKDIR/profile")
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.set_verbosity(logging.WARNING)
+    try:
+        if not isinstance(_CONFIG.value, ConfigDict):
+            raise ConfigError("--config must name a file, as configs/quickstart.py")
+        if not _WORKDIR.value:
+            raise ConfigError("--workdir must name a folder for the run, as runs/quickstart")
+        sys.exit(train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value))
+    except KeyboardInterrupt:
+        sys.exit("stopped before the first step: there was nothing to save")
+    except (ConfigError, ImageError, data.DataError, CheckpointError, Stopped) as error:
+        sys.exit(f"error: {error}")
+
+
+def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
+    """Run to the end, or to a signal. Returns the exit code."""
+    check(config)
+    workdir = Workdir(path)
+    workdir.adopt(config)
+    make_repeatable(workdir.path)
+    task = Task(config)
+    train_set, eval_set = load_data(task)
+    print(describe(task, train_set, eval_set), flush=True)
+
+    optimiser, learning_rate = make_optimiser(config)
+    step = Step(task, optimiser, batch_shapes(train_set, config.train.batch_size))
+    checkpoints = Checkpoints(workdir.path / "checkpoints", keep=config.checkpoint.keep)
+    best = Checkpoints(workdir.path / "best", keep=1)
+    found = checkpoints.restore()
+    if found is None:
+        done, state, record = 0, new_state(task, optimiser), {"best": None}
+    else:
+        done, state, record = found.step, unflatten(step.state, found.arrays), found.record
+        print(f"going on after step {done}", flush=True)
+    total = config.train.steps
+    if done >= total and (workdir.path / "summary.json").exists():
+        print(f"the run is complete, see {workdir.path / 'summary.json'}", flush=True)
+        return 0
+
+    with OutOfMemory(step):
+        policy = choose_policy(step, config.policy, workdir.path / "plan.json")
+        program = Program(step, policy, batch_shapes(eval_set, config.eval.batch_size))
+    print(
+        f"compiled in {program.compile_seconds:.0f} s: a step needs {format_bytes(program.bytes)} "
+        f"({format_bytes(program.predicted)} predicted), policy {config.policy}",
+        flush=True,
+    )
+
+    state = jax.tree.map(jnp.asarray, state)
+    workdir.rewind(done)
+
+    def save() -> None:
+        workdir.sync()
+        checkpoints.save(done, state, record)
+
+    def evaluate() -> dict[str, Any]:
+        batches = data.evaluation(eval_set, config.eval.batch_size)
+        result = {"step": done, "split": "eval", **program.evaluate(state.weights, batches)}
+        workdir.write(result)
+        quality = result[task.quality]
+        if quality is not None and (record["best"] is None or quality > record["best"]["quality"]):
+            record["best"] = {"step": done, "quality": quality}
+            best.save(done, state, record)
+        return result
+
+    clock = Clock(workdir, config.train.batch_size, train_set.shape)
+    boards = tensorboard(config, workdir.path, done)
+    with (
+        OutOfMemory(step, policy),
+        Signals() as signals,
+        Profiler(workdir.path / "profile", profile) as profiler,
+        data.Batches(train_set, config.train.batch_size, seed=config.seed, start=done) as batches,
+        Bar("step", total, start=done, every=config.log.every) as bar,
+    ):
+        while done < total and not signals.received:
+            profiler.step()
+            clock.begin()
+            batch = next(batches)
+            clock.loaded()
+            state, values = program.step(state, batch.images, batch.labels)
+            values = {name: float(values[name]) for name in ("loss", "gradient_norm")}
+            clock.end()
+            if not all(map(np.isfinite, values.values())):
+                save()
+                raise Stopped(not_finite(done, values, batch, checkpoints.folder))
+            done += 1
+            line = {"step": done, **values, "learning_rate": float(learning_rate(done - 1))}
+            workdir.write(line)
+            boards(line)
+            bar.advance(f"loss {values['loss']:.4g}  {clock.text()}  {program.memory_text()}")
+            if done == total or (config.eval.every and done % config.eval.every == 0):
+                result = evaluate()
+                boards(result)
+                bar.say(f"evaluation after step {done}: {task.describe(result)}")
+            if done == total or done % config.checkpoint.every == 0:
+                save()
+                clock.write(done)
+        if done < total:
+            save()
+            bar.say(
+                f"stopped by {signals.received.name} after step {done}, which is saved; the same "
+                "command goes on"
+            )
+            return 128 + signals.received
+    skipped = {**train_set.skipped, **eval_set.skipped}
+    print(summary.write(workdir, step, program, policy, record, skipped, eval_set, state.weights))
+    return 0
+
+
+def load_data(task: Task) -> tuple[data.Dataset, data.Dataset]:
+    """Both splits; the labels are as large as the model's output."""
+    config = task.config
+    masks = config.data.kind == "cells" or (config.data.kind, config.data.labels) == (
+        "folder",
+        "masks",
+    )
+    if task.segments != masks:
+        raise ConfigError(
+            f"the model {config.model.name!r} {'segments' if task.segments else 'classifies'}, but "
+            f"the data (kind {config.data.kind!r}) {'are masks' if masks else 'are classes'}"
+        )
+    found = [data.load(config.data, split, seed=config.seed) for split in ("train", "eval")]
+    if task.segments:
+        task.check_size(found[0].shape)
+        sizes = [tuple(map(task.output_size, d.shape[:2])) for d in found]
+        found = [
+            data.load(config.data, split, seed=config.seed, label_size=size)
+            for split, size in zip(("train", "eval"), sizes, strict=True)
+        ]
+    else:
+        task.check_size(found[0].shape)
+    return found[0], found[1]
+
+
+def describe(task: Task, train_set: data.Dataset, eval_set: data.Dataset) -> str:
+    height, width, channels = train_set.shape
+    weights = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.weights).params))
+    device = jax.devices()[0].device_kind
+    return (
+        f"{task.config.model.name}, {weights:,} weights, {task.config.dtype}, on {len(train_set)} "
+        f"images of {height} x {width} x {channels} and {len(eval_set)} to evaluate; {device}, jax "
+        f"{jax.__version__}"
+    )
+
+
+def batch_shapes(dataset: data.Dataset, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    label = jnp.uint8 if dataset.label_shape else jnp.int32
+    return (
+        jax.ShapeDtypeStruct((size, *dataset.shape), jnp.uint8),
+        jax.ShapeDtypeStruct((size, *dataset.label_shape), label),
+    )
+
+
+def make_repeatable(folder: pathlib.Path) -> None:
+    """On a GPU the compiler tries algorithms and takes the fastest, which may differ from run to
+    run: keep the compiled programs, and leave out algorithms whose sums have no fixed order.
+    """
+    flag = "--xla_gpu_exclude_nondeterministic_ops=true"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if jax.default_backend() == "gpu":
+        jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def not_finite(done: int, values: dict[str, float], batch: data.Batch, folder: Any) -> str:
+    return (
+        f"at step {done + 1} the loss is {values['loss']} and the norm of the gradients "
+        f"{values['gradient_norm']}; the batch was {', '.join(batch.names)}. The weights from "
+        f"before are saved in {folder / str(done)}. A lower train.learning_rate, more "
+        "train.warmup_steps, a smaller train.clip_norm or dtype float32 may help"
+    )
+
+
+class Signals:
+    """Ctrl-C and SIGTERM wait for the end of the step; a second one does not."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def __enter__(self) -> Signals:
+        self._before = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _receive(self, number: int, frame: Any) -> None:
+        self.received = signal.Signals(number)
+        signal.signal(number, self._before[number])
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    start(main)

@@ -1,0 +1,258 @@
+"""The training program keeps its promises: run, killed, damaged and misused as by its users."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from experiments.checkpoints import Checkpoints
+from experiments.task import load_trained
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS = 40
+
+
+def command(workdir: pathlib.Path, *more: str) -> list[str]:
+    start = [sys.executable, "-m", "experiments.train", "--config=tests/tiny_config.py"]
+    return [*start, f"--workdir={workdir}", *more]
+
+
+def launch(workdir: pathlib.Path, *more: str, **options) -> subprocess.Popen:
+    environment = {
+        **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
+    return subprocess.Popen(
+        command(workdir, *more),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def run(workdir: pathlib.Path, *more: str, **options) -> tuple[int, str]:
+    process = launch(workdir, *more, **options)
+    text, _ = process.communicate(timeout=300)
+    return process.returncode, text
+
+
+def when(process: subprocess.Popen, happens) -> None:
+    """Wait, closely, until something happens or the process ends."""
+    deadline = time.monotonic() + 200
+    while not happens() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+
+
+def steps_written(workdir: pathlib.Path) -> int:
+    file = workdir / "metrics.jsonl"
+    return file.read_text().count("gradient_norm") if file.exists() else 0
+
+
+def final(workdir: pathlib.Path):
+    """What must not depend on interruptions: metrics and weights, to the bit."""
+    found = Checkpoints(workdir / "checkpoints", keep=3, read_only=True).restore()
+    assert found.step == STEPS
+    best = Checkpoints(workdir / "best", keep=1, read_only=True).restore()
+    arrays = {name: x.tobytes() for name, x in found.arrays.items()}
+    kept = {name: x.tobytes() for name, x in best.arrays.items()}
+    return (workdir / "metrics.jsonl").read_bytes(), arrays, best.step, kept, found.record
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> pathlib.Path:
+    workdir = tmp_path_factory.mktemp("run")
+    code, text = run(workdir)
+    assert code == 0, text
+    return workdir
+
+
+def test_a_run(uninterrupted):
+    lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").open()]
+    train = [line for line in lines if "split" not in line]
+    assert [line["step"] for line in train] == list(range(1, STEPS + 1))
+    assert all(np.isfinite(line["loss"]) for line in train)
+    evaluations = [line for line in lines if line.get("split") == "eval"]
+    assert [line["step"] for line in evaluations] == [15, 30, 40]
+    assert len(evaluations[0]["iou"]) == 2
+    summary = json.loads((uninterrupted / "summary.json").read_text())
+    assert 0 < summary["bytes"]["compiled"] < summary["bytes"]["plain_compiled"]
+    assert summary["best"]["quality"] == max(e["mean_iou"] for e in evaluations)
+    for picture in ("loss.png", "predictions.png"):
+        assert (uninterrupted / picture).read_bytes().startswith(b"\x89PNG")
+    assert len(list((uninterrupted / "checkpoints").glob("[0-9]*"))) == 3
+    trained = load_trained(uninterrupted)
+    assert trained.step == summary["best"]["step"]
+
+
+def test_a_finished_run_is_left_alone(uninterrupted):
+    before = final(uninterrupted)
+    code, text = run(uninterrupted)
+    assert code == 0
+    assert "complete" in text
+    assert final(uninterrupted) == before
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path, seed):
+    chance = random.Random(seed)
+    moments = [
+        # While a checkpoint is being written.
+        lambda: any(tmp_path.glob("checkpoints/*tmp*")),
+        lambda: any(tmp_path.glob("best/*tmp*")),
+        lambda: steps_written(tmp_path) >= goal,
+    ]
+    for moment in moments:
+        goal = chance.randrange(20, 39)
+        process = launch(tmp_path)
+        when(process, moment)
+        process.kill()
+        process.communicate()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 39, "lo')  # as if the kill had come in the middle of a line
+    code, text = run(tmp_path)
+    assert code == 0, text
+    assert final(tmp_path) == final(uninterrupted)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_run_goes_on(uninterrupted, tmp_path, number):
+    process = launch(tmp_path)
+    when(process, lambda: steps_written(tmp_path) >= 10)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, text
+    assert "saved" in text
+    assert "Traceback" not in text
+    saved = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
+    assert saved.step == steps_written(tmp_path)
+    code, text = run(tmp_path)
+    assert code == 0, text
+    assert f"going on after step {saved.step}" in text
+    assert final(tmp_path) == final(uninterrupted)
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_path):
+    process = launch(tmp_path)
+    when(process, lambda: (tmp_path / "checkpoints/24").exists())
+    process.kill()
+    process.communicate()
+    newest = max((tmp_path / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
+    for file in newest.rglob("d/*"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
+    code, text = run(tmp_path)
+    assert code == 0, text
+    assert f"checkpoint of step {newest.name} is damaged" in text
+    assert f"going on from the checkpoint of step {int(newest.name) - 8}" in text
+    assert final(tmp_path) == final(uninterrupted)
+
+
+def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
+    checkpoints.save(8, {"a": np.ones(3)}, {})
+    (tmp_path / "checkpoints/8/record/metadata").write_text("{")
+    code, text = run(tmp_path)
+    assert code == 1
+    assert "all checkpoints" in text
+    assert "remove that folder" in text
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    first = launch(tmp_path)
+    when(first, lambda: (tmp_path / "config.json").exists())
+    code, text = run(tmp_path)
+    assert code == 1
+    assert f"another run (process {first.pid})" in text
+    assert first.poll() is None
+    first.kill()
+    first.communicate()
+
+
+def test_other_settings_in_the_same_folder_are_refused(uninterrupted):
+    code, text = run(uninterrupted, "--config.train.learning_rate=0.5")
+    assert code == 1
+    assert "train.learning_rate: 0.001 there, 0.5 here" in text
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    code, text = run(tmp_path, "--config.train.learning_rate=1e38", "--config.train.clip_norm=0.0")
+    assert code == 1
+    assert "at step " in text
+    assert "cells" in text
+    at = int(text.split("at step ")[1].split()[0])
+    found = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
+    assert found.step == at - 1
+    assert all(np.isfinite(x.astype(np.float64)).all() for x in found.arrays.values())
+    assert f"checkpoints/{at - 1}" in text
+
+
+def test_out_of_memory_says_what_would_fit(tmp_path):
+    import resource
+
+    more = ["--config.data.size=1536", "--config.model.channels=24", "--config.policy=store_all"]
+    gibibytes = 5 * 2**30
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_AS, (gibibytes, gibibytes))
+
+    code, text = run(tmp_path, *more, preexec_fn=limited)
+    assert code == 1, text
+    assert "out of memory" in text
+    assert "Traceback" not in text
+    assert "--config.policy=budget:" in text.splitlines()[-1]
+
+
+def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
+    code, text = run(tmp_path, "--config.policy=budget:20kB")
+    assert code == 1
+    wanted = text.splitlines()[-1].split("--config.policy=")[1]
+    assert wanted.startswith("budget:")
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--config.train.stpes=3", ["'train.stpes'", "'train.steps'"]),
+        ("--config.train.steps=many", ["config.train.steps", "many"]),
+        ("--config.train.steps=0", ["`train.steps` (=0)", "positive"]),
+        ("--config.policy=squirt", ["'squirt'", "sqrt"]),
+        ("--config.train.optimiser=adem", ["'adem'", "'adam'"]),
+        ("--config.data.size=33", ["UNet", "33"]),
+        ("--config.data.kind=textures", ["segments", "classes"]),
+        ("--config.model.depth=-1", ["depth"]),
+        ("--config.train.warmup_steps=40", ["warmup_steps", "40"]),
+    ],
+)
+def test_bad_settings_end_in_one_line(tmp_path, override, words):
+    code, text = run(tmp_path, override)
+    assert code == 1
+    assert "Traceback" not in text
+    for word in words:
+        assert word in text
+
+
+def test_a_missing_config_names_those_that_exist(tmp_path):
+    code, text = run(tmp_path, "--config=configs/quickstrat.py")
+    assert code == 1
+    assert "configs/quickstart.py" in text
+
+
+def test_profile_and_boards(tmp_path):
+    code, text = run(tmp_path, "--profile", "--config.log.tensorboard", "--config.train.steps=9")
+    assert code == 0, text
+    assert list(tmp_path.glob("profile/**/*.pb"))
+    assert list(tmp_path.glob("tensorboard/events*"))
