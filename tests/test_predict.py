@@ -1,0 +1,205 @@
+"""Predictions from file to file are those of the plain network on the whole image."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import predict
+from experiments.checkpoints import Checkpoints
+from experiments.config import base
+from experiments.images import create_image, open_image
+from experiments.task import Task
+
+from .support import conv, normal
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def trained(folder, model="unet", *, colours=3, classes=4, dtype="float64", **options):
+    """The folder of a run that never took a step."""
+    config = base(model, **options)
+    config.dtype = dtype
+    config.data.channels, config.data.classes = colours, classes
+    folder.mkdir()
+    (folder / "config.json").write_text(config.to_json())
+    task = Task(config)
+    weights = task.weights()
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    checkpoints.save(0, {"params": weights.params, "variables": weights.variables}, {})
+    checkpoints.close()
+    return jax.jit(lambda images: task.scores(weights, images))
+
+
+def image_file(path, height, width, channels=3, dtype=np.uint8):
+    values = np.random.default_rng(0).integers(
+        0, np.iinfo(dtype).max, (height, width, channels), dtype
+    )
+    with create_image(path, values.shape, dtype) as image:
+        image[:height, :width] = values
+    return values
+
+
+def run(workdir, image, out, **options):
+    given = {"tile": 16, "probabilities": False, "dtype": "float32", **options}
+    predict.run(types.SimpleNamespace(workdir=workdir, image=str(image), out=str(out), **given))
+
+
+def padded(values, height, width):
+    missing = (0, height - values.shape[0]), (0, width - values.shape[1]), (0, 0)
+    return np.pad(values, missing, mode="edge")[None]
+
+
+def test_segmentation_of_any_size(tmp_path, capsys):
+    scores = trained(tmp_path / "run", channels=4, depth=1, padding="SAME", norm="batch")
+    values = image_file(tmp_path / "image.tif", 45, 37)
+    run(tmp_path / "run", tmp_path / "image.tif", tmp_path / "mask.tif")
+    want = scores(padded(values, 46, 38))[0, :45, :37]
+    with open_image(tmp_path / "mask.tif") as mask:
+        assert (mask.shape, mask.dtype) == ((45, 37, 1), np.uint8)
+        np.testing.assert_array_equal(mask[:45, :37][..., 0], want.argmax(-1))
+    printed = capsys.readouterr().out
+    assert "mask.tif: 45 x 37 pixels; the network saw 46 x 38" in printed
+    assert "tile 9/9" in printed
+    assert "megapixels/s" in printed
+
+    out = tmp_path / "probabilities.npy"
+    run(tmp_path / "run", tmp_path / "image.tif", out, probabilities=True)
+    np.testing.assert_allclose(np.load(out), jax.nn.softmax(want), atol=1e-6)
+
+
+def test_segmentation_without_padding(tmp_path, capsys):
+    """The map is smaller; 16 bits and an alpha channel become 8 bits and one grey value."""
+    scores = trained(tmp_path / "run", colours=1, channels=2, depth=1, padding="VALID")
+    values = image_file(tmp_path / "image.npy", 33, 40, 4, np.uint16)
+    run(tmp_path / "run", tmp_path / "image.npy", tmp_path / "mask.npy", tile=7)
+    grey = ((values[..., :3] >> 8).sum(-1, keepdims=True) + 1) // 3
+    want = scores(padded(grey.astype(np.uint8), 34, 40)).argmax(-1)[0]
+    np.testing.assert_array_equal(np.load(tmp_path / "mask.npy")[..., 0], want[:17, :24])
+    printed = capsys.readouterr().out
+    assert (
+        "17 x 24 pixels; its first pixel is pixel (8, 8) of the image; the network saw" in printed
+    )
+
+
+def test_classification(tmp_path, capsys):
+    scores = trained(tmp_path / "run", "resnet50", blocks=(1, 1), width=4)
+    values = image_file(tmp_path / "image.npy", 45, 37)
+    run(tmp_path / "run", tmp_path / "image.npy", tmp_path / "class.json")
+    want = jax.nn.softmax(scores(values[None]))[0]
+    record = json.loads((tmp_path / "class.json").read_text())
+    np.testing.assert_allclose([record["probabilities"][str(i)] for i in range(4)], want, atol=1e-6)
+    assert record["class"] == str(int(want.argmax()))
+    assert f"{want.max():.5f}"[:-1] in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"error: --out=.*is written as \.json"):
+        run(tmp_path / "run", tmp_path / "image.npy", tmp_path / "class.tif")
+
+
+def test_errors_are_one_line_before_anything_runs(tmp_path, monkeypatch):
+    workdir, image, out = tmp_path / "run", tmp_path / "image.npy", tmp_path / "mask.tif"
+    trained(workdir, channels=2, depth=1)
+    image_file(image, 8, 8)
+    image_file(tmp_path / "five.npy", 30, 30, 5)
+    np.save(tmp_path / "float.npy", np.zeros((30, 30, 3), np.float32))
+    image_file(tmp_path / "large.npy", 30, 30)
+    for arguments, words in [
+        ((workdir, tmp_path / "none.tif", out), "none.tif: there is no such file"),
+        ((tmp_path / "none", image, out), "none is not the folder of a training run"),
+        ((workdir, image, image), "is the image itself"),
+        ((workdir, image, out), "8 x 8 pixels is too small: the network needs at least 17"),
+        ((workdir, tmp_path / "five.npy", out), "has 5 channels"),
+        ((workdir, tmp_path / "float.npy", out), "values are float32; convert them to uint8"),
+        ((workdir, tmp_path / "large.npy", tmp_path / "none" / "mask.tif"), "there is no folder"),
+        ((workdir, tmp_path / "large.npy", tmp_path / "mask.png"), "can be written as .tif"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            run(*arguments)
+        assert stopped.value.code.startswith("error: ")
+        assert words in stopped.value.code
+        assert "\n" not in stopped.value.code
+
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(predict.Pixels, "__getitem__", full)
+    with pytest.raises(SystemExit, match="tiles of 16 pixels need too much memory: try --tile=8"):
+        run(workdir, tmp_path / "large.npy", out)
+    assert not [f for f in tmp_path.iterdir() if "mask" in f.name]
+
+
+def test_the_program(tmp_path):
+    trained(tmp_path / "run", channels=2, depth=1, padding="SAME", dtype="float32")
+    image_file(tmp_path / "image.tif", 20, 20)
+
+    def program(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "experiments.predict", f"--workdir={tmp_path / 'run'}"]
+            + [f"--{name}={tmp_path / file}" for name, file in arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = program(("image", "image.tif"), ("out", "mask.npy"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert np.load(tmp_path / "mask.npy").shape == (20, 20, 1)
+    done = program(("image", "none.tif"), ("out", "mask.npy"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+MEMORY = """
+import pathlib, sys
+import jax.numpy as jnp, numpy as np
+from experiments import predict
+from experiments.images import create_image, open_image
+from tests.test_predict import held, tiny
+
+peaks = []
+for size in (1000, 6000):
+    peak = [0]
+    path = pathlib.Path(sys.argv[1], f"{size}.npy")
+    with create_image(path, (size, size, 3), np.uint8):
+        pass
+    watch = lambda done, total: peak.append(held())
+    with open_image(path) as image:
+        predict.segment(tiny(), image, path.with_name("mask.npy"), tile=500, progress=watch)
+    peaks.append(max(peak))
+print((peaks[1] - peaks[0]) / 2**20)
+"""
+
+
+def tiny():
+    kernel = jnp.asarray(normal(0, 3, 3, 3, 2), jnp.float32)
+    return predict.Network(
+        lambda w, x: conv(x.astype(w.dtype) / 255, w), kernel, 3, ["no", "yes"], lambda n: n
+    )
+
+
+def held() -> int:
+    """Bytes that this process has, without pages of files, which the system can take back."""
+    status = pathlib.Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
+def test_memory_does_not_grow_with_the_image(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 25  # MiB; the image has 103, the result of its convolution 275
