@@ -9,7 +9,7 @@ from experiments.config import base
 
 
 def get_config():
-    config = base("unet", channels=8, depth=2, padding="SAME", norm="batch", dropout=0.0)
+    config = base("unet", channels=8, depth=2, padding="SAME", dropout=0.0)
     config.policy = "budget:24MiB"
     config.data.size = 512
     config.train.steps = 100

@@ -15,7 +15,9 @@ and in tiles
     stored before + cotangents at its end + cotangents of what it reads + one tile
 
 Time. Forward and backward of every operation; what is recomputed once more, unless nothing reads
-it; in tiles with the halo, at the rate of tiles, and the time that a loop takes per tile.
+it; in tiles with the halo, at the rate of tiles, and the time that a loop takes per tile. Where the
+rest of a tiled stretch waits for a reduction inside it (batch statistics), all up to the reduction
+is one more loop, forwards and backwards.
 
 All numbers are tables over (cut, cut), computed with NumPy, so that a solver need not look at the
 graph.
@@ -191,14 +193,16 @@ class Model:
         counts = np.array([grid], float)
         share = self._shares((cut,), alive[None], lengths, counts)[:, 0, 0]
         tiles = counts.prod()
-        levels = 1 + len({parts[k].awaits for k in own if parts[k].awaits >= everything[0]})
+        awaited = {parts[k].awaits for k in own if parts[k].awaits >= everything[0]}
         work = share * (2 * self.forward + self.backward) * tiles * self.costs.tile
         started = (share > 0) * 3 * self.costs.start * tiles
-        seconds = np.maximum(work, started)[everything].sum() * (levels + 1) / 2
+        work, everywhere = np.maximum(work, started), np.array(everything)
+        ends = [*awaited, everything[-1]]
+        seconds = sum(work[everywhere[everywhere <= end]].sum() for end in ends)
         tile = (share * self.held)[everything].sum() + 2 * (share * self.bytes)[everything].max()
         reads = {i for k in everything for i in parts[k].inputs if i < own[0]} - set(again)
         return (
-            seconds + 2 * levels * tiles * self.costs.loop,
+            seconds + 2 * len(ends) * tiles * self.costs.loop,
             tile + self.cotangent[alive].sum() + self.cotangent[list(reads)].sum(),
         )
 
@@ -232,7 +236,8 @@ class Model:
         counts = np.array(self.grids, float)
         tiles = counts.prod(1)
         lengths = np.array([p.lengths for p in parts], float)
-        awaits = np.array([p.awaits for p in parts])
+        # Each reduction that is awaited, and the first operation that awaits it.
+        waiting = {p.awaits: k for k, p in reversed(list(enumerate(parts))) if p.awaits >= 0}
         alive = np.array([self.live(c) for c in tables.cuts])
         shares = self._shares(tables.cuts, alive, lengths, counts)
         enough = ((lengths[:, None] == 0) | (lengths[:, None] >= counts)).all(-1)
@@ -243,9 +248,14 @@ class Model:
             again = np.where(self._unread(j), 0, self.forward)
             work = share * (self.costs.tile * (once + again))[:, None] * tiles
             started = (share > 0) * (3 * self.costs.start * tiles)
-            seconds = _sum_from(np.maximum(work, started), starts, j) + 2 * tiles * self.costs.loop
+            work, loop = np.maximum(work, started), 2 * tiles * self.costs.loop
+            seconds = _sum_from(work, starts, j) + loop
+            for reduction, reader in waiting.items():
+                if reader < j:
+                    inside = starts <= reduction
+                    upto = _sum_from(work, starts[inside], reduction + 1)
+                    seconds[inside] += upto + loop
             possible = _max_from(~enough & alive[b][:, None], starts, j) == 0
-            possible &= (_max_from(awaits, starts, j) < starts)[:, None]
             tile = _sum_from(share * self.held[:, None], starts, j)
             largest = _max_from(share * self.bytes[:, None], starts, j)
             cotangents = self._read_by(starts, j) + self.cotangent[alive[b]].sum()
