@@ -8,7 +8,8 @@ STAMP = $(VENV)/.installed
 .PHONY: demo test test-all lint format clean
 
 demo: $(STAMP)
-	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m experiments.demo
+	rm -rf runs/demo
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/python -m experiments.train --config=configs/quickstart.py --workdir=runs/demo
 
 test: $(STAMP)
 	$(BIN)/ruff check .

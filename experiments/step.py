@@ -84,6 +84,12 @@ class Step:
         self.state = _strong(jax.eval_shape(lambda: new_state(task, optimiser)))
         self.batch = tuple(batch)
 
+    def first_state(self) -> State:
+        """Before the first step; a function of the seed."""
+        made = jax.jit(lambda: new_state(self.task, self.optimiser)).lower()
+        # It runs once, and LLVM takes seconds to optimise each of its random numbers.
+        return made.compile(compiler_options={"xla_backend_optimization_level": 0})()
+
     def traced(self, policy: Any) -> Any:
         """The step under a policy; None: the plain loss, as it was written."""
         loss = self.task.loss
@@ -124,7 +130,7 @@ class Step:
             updates, moments = self.optimiser.update(gradients, state.optimiser, state.params)
             params = optax.apply_updates(state.params, updates)
             ema = averaged(state.ema, params) if decay else ()
-            norm = optax.global_norm(gradients)
+            norm = optax.tree.norm(gradients)
             # A step that is not finite changes nothing, so that what came before can be saved.
             finite = jnp.isfinite(value) & jnp.isfinite(norm)
             new = State(params, variables, moments, ema)

@@ -29,7 +29,7 @@ def write(
     dataset: data.Dataset,
     weights: Weights,
 ) -> str:
-    """Write `summary.json` and the pictures; returns the summary as text."""
+    """Write `summary.json`, the pictures and `summary.txt`, which it returns."""
     lines = workdir.metrics()
     last = [line for line in lines if line.get("split") == "eval"][-1]
     plain_predicted, plain_compiled = plain_bytes(step)
@@ -50,7 +50,9 @@ def write(
     }
     write_atomically(workdir.path / "summary.json", json.dumps(found, indent=1) + "\n")
     drawn = draw(workdir, step, program, policy, lines, dataset, weights)
-    return as_text(found, step, drawn, workdir)
+    text = as_text(found, step, drawn, workdir)
+    write_atomically(workdir.path / "summary.txt", text + "\n")
+    return text
 
 
 def plain_bytes(step: Step) -> tuple[int, int | None]:

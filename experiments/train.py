@@ -8,10 +8,13 @@ function of seed and step, so an interrupted run ends with the same bits as an u
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import platform
 import signal
 import sys
+import zlib
 from typing import Any
 
 import jax
@@ -29,7 +32,7 @@ from .images import ImageError
 from .instruments import Clock, Profiler, tensorboard
 from .out_of_memory import OutOfMemory, Stopped
 from .progress import Bar
-from .step import Program, Step, choose_policy, make_optimiser, new_state
+from .step import Program, Step, choose_policy, make_optimiser
 from .task import Task
 from .workdir import Workdir
 
@@ -69,13 +72,14 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     best = Checkpoints(workdir.path / "best", keep=1)
     found = checkpoints.restore()
     if found is None:
-        done, state, record = 0, new_state(task, optimiser), {"best": None}
+        done, state, record = 0, step.first_state(), {"best": None}
     else:
         done, state, record = found.step, unflatten(step.state, found.arrays), found.record
         print(f"going on after step {done}", flush=True)
     total = config.train.steps
-    if done >= total and (workdir.path / "summary.json").exists():
-        print(f"the run is complete, see {workdir.path / 'summary.json'}", flush=True)
+    finished = workdir.path / "summary.txt"
+    if done >= total and finished.exists():
+        print(f"the run is complete:\n{finished.read_text()}", end="", flush=True)
         return 0
 
     with OutOfMemory(step):
@@ -193,14 +197,20 @@ def batch_shapes(dataset: data.Dataset, size: int) -> tuple[jax.ShapeDtypeStruct
 
 
 def make_repeatable(folder: pathlib.Path) -> None:
-    """On a GPU the compiler tries algorithms and takes the fastest, which may differ from run to
-    run: keep the compiled programs, and leave out algorithms whose sums have no fixed order.
+    """Keep the compiled programs: a run that goes on runs the same ones, at once.
+
+    On a GPU the compiler tries algorithms and takes the fastest, which may differ from time to
+    time; those whose sums have no fixed order are left out. Programs for a CPU are for its kind.
     """
     flag = "--xla_gpu_exclude_nondeterministic_ops=true"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    if jax.default_backend() == "gpu":
-        jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    kind = f"{jax.default_backend()}-{platform.machine()}"
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        features = [s for s in lines if s.lower().startswith(("flags", "features"))][:1]
+        kind += f"-{zlib.crc32(''.join(features).encode()):08x}"
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled" / kind))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def not_finite(done: int, values: dict[str, float], batch: data.Batch, folder: Any) -> str:

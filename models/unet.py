@@ -64,11 +64,14 @@ class UNet(nnx.Module):
         _one_of("spatial", spatial, (1, 2, 3))
         self.depth, self.padding, self.upsampling = len(widths) - 1, padding, upsampling
         self.in_channels, self.spatial = in_channels, spatial
+        # As in the paper: deviation sqrt(2 / n) for n inputs of a neuron.
+        init = nnx.initializers.he_normal()
         types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        convs = {"kernel_init": init, **types}
 
         def conv(source: str, target: str, n_in: int, n_out: int) -> None:
             kernel = (3,) * spatial
-            layer = nn.Conv(n_in, n_out, kernel, padding=padding, use_bias=norm is None, **types)
+            layer = nn.Conv(n_in, n_out, kernel, padding=padding, use_bias=norm is None, **convs)
             setattr(self, f"conv_{source}_{target[-1]}", layer)
             if norm == "batch":
                 setattr(self, f"norm_{target}", nn.BatchNorm(n_out, momentum=0.9, **types))
@@ -86,13 +89,13 @@ class UNet(nnx.Module):
             n_up = widths[max(i, 1)]
             if upsampling == "transposed":
                 two = (2,) * spatial
-                up = nn.ConvTranspose(widths[i + 1], n_up, two, two, padding="VALID", **types)
+                up = nn.ConvTranspose(widths[i + 1], n_up, two, two, padding="VALID", **convs)
             else:
-                up = nn.Conv(widths[i + 1], n_up, (1,) * spatial, **types)
+                up = nn.Conv(widths[i + 1], n_up, (1,) * spatial, **convs)
             setattr(self, f"upconv_{below}_u{i}a", up)
             conv(f"u{i}b", f"u{i}c", widths[i] + n_up, widths[i])
             conv(f"u{i}c", f"u{i}d", widths[i], widths[i])
-        self.conv_u0d_score = nn.Conv(widths[0], classes, (1,) * spatial, **types)
+        self.conv_u0d_score = nn.Conv(widths[0], classes, (1,) * spatial, **convs)
         self.dropout = nn.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -249,12 +249,12 @@ class Model:
             work = share * (self.costs.tile * (once + again))[:, None] * tiles
             started = (share > 0) * (3 * self.costs.start * tiles)
             work, loop = np.maximum(work, started), 2 * tiles * self.costs.loop
-            seconds = _sum_from(work, starts, j) + loop
+            upto = _cumulative(work)
+            seconds = upto[j] - upto[starts] + loop
             for reduction, reader in waiting.items():
                 if reader < j:
                     inside = starts <= reduction
-                    upto = _sum_from(work, starts[inside], reduction + 1)
-                    seconds[inside] += upto + loop
+                    seconds[inside] += upto[reduction + 1] - upto[starts[inside]] + loop
             possible = _max_from(~enough & alive[b][:, None], starts, j) == 0
             tile = _sum_from(share * self.held[:, None], starts, j)
             largest = _max_from(share * self.bytes[:, None], starts, j)
@@ -327,8 +327,13 @@ def grids(outline: Outline) -> list[tuple[int, ...]]:
 
 def _sum_from(x: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
     """Sums of `x[start:stop]` along the first axis."""
-    sums = np.concatenate([np.zeros_like(x[:1], dtype=float), np.cumsum(x, 0)])
+    sums = _cumulative(x)
     return sums[stop] - sums[starts]
+
+
+def _cumulative(x: np.ndarray) -> np.ndarray:
+    """Sums of `x[:n]` along the first axis, for all `n`."""
+    return np.concatenate([np.zeros_like(x[:1], dtype=float), np.cumsum(x, 0)])
 
 
 def _max_from(x: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:

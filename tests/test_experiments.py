@@ -26,7 +26,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["experiments.demo", "--size=64"], ["64 x 64 image", "halo 6+6", "largest difference"]),
         (
             ["experiments.grids", "--size=32", "--channels=2", "--grid=2", "--repeats=1"],
             ["| 2 x 2 |", "operations"],
@@ -44,7 +43,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
             ["| plain JAX |", "| 8 images at a time, pool1 saved |"],
         ),
     ],
-    ids=["demo", "grids", "schedules"],
+    ids=["grids", "schedules"],
 )
 def test_program(arguments, words):
     done = run(*arguments)

@@ -1,0 +1,90 @@
+"""The configs that are shipped, and the rules for fields."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.config import ConfigError, base, check, differences, fields, load
+from experiments.step import Step, make_optimiser
+from experiments.task import Task
+
+FILES = sorted(pathlib.Path(__file__).parent.parent.glob("configs/[a-z]*.py"))
+
+
+def test_all_are_there():
+    names = "alexnet local_cnn quickstart resnet50_large unet_572 unet_cells vgg16_gigapixel"
+    assert [file.stem for file in FILES] == names.split()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_shipped_config(file):
+    """It opens with its command, its fields are valid, and its step can be planned at its size."""
+    name = f"configs/{file.name}"
+    command = f"python -m experiments.train --config={name} --workdir=runs/{file.stem}"
+    assert command in file.read_text()
+    config = load(str(file))
+    check(config)
+    task = Task(config)
+    size = config.data.size
+    task.check_size((size, size, config.data.channels))
+    batch = config.train.batch_size
+    label = (batch, *(task.output_size(size),) * 2) if task.segments else (batch,)
+    images = jax.ShapeDtypeStruct((batch, size, size, config.data.channels), jnp.uint8)
+    labels = jax.ShapeDtypeStruct(label, jnp.uint8 if task.segments else jnp.int32)
+    step = Step(task, make_optimiser(config)[0], (images, labels))
+    assert step.fingerprint()
+    state, values = jax.eval_shape(lambda *a: step._of(task.loss)(*a), step.state, images, labels)
+    assert jax.tree.structure(state) == jax.tree.structure(step.state)
+    assert values["loss"].shape == ()
+
+
+def test_a_misspelt_field_in_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from experiments.config import base\n"
+        "def get_config():\n    config = base('unet')\n    config.train.stpes = 3\n"
+        "    return config\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine\.py.*stpes.*steps"):
+        load(str(file))
+
+
+def test_a_field_of_the_wrong_type(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from experiments.config import base\n"
+        "def get_config():\n    config = base('unet')\n    config.train.steps = 'x'\n"
+        "    return config\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine\.py.*steps.*int"):
+        load(str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("train.learning_rate", -1.0),
+        ("train.ema", 1.0),
+        ("data.std", (0.0,)),
+        ("data.mean", (0.1, 0.2)),
+        ("data.channels", 2),
+        ("dtype", "int8"),
+        ("policy", "budget:lots"),
+        ("seed", -1),
+        ("data.kind", "folder"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(name, value):
+    config = base("unet")
+    config.update_from_flattened_dict({name: value})
+    with pytest.raises(ConfigError, match=name):
+        check(config)
+
+
+def test_what_may_change_when_a_run_goes_on():
+    old = dict(fields(base("unet")))
+    assert not differences(old, {**old, "policy": "sqrt", "log.every": 3, "train.steps": 7})
+    changed = differences(old, {**old, "seed": 3, "data.size": 64})
+    assert changed == ["data.size: 256 there, 64 here", "seed: 0 there, 3 here"]
