@@ -1,6 +1,10 @@
 """The locally connected CNN classifies textures of 41 x 41 in batches of 256. For a GPU.
 
     python -m experiments.train --config=configs/local_cnn.py --workdir=runs/local_cnn
+
+Expect, on an H200: a step in 5.46 GiB where plain JAX takes 5.54: its 152 million weights, their
+gradients and Adam are most of it. It learns the training images by heart (accuracy 0.25 on others
+after 40 steps): a kernel per position is for aligned images, and textures are not.
 """
 
 from experiments.config import base

@@ -1,6 +1,9 @@
 """ResNet-50 classifies textures of 8192 x 8192, with exact batch statistics, bfloat16. For a GPU.
 
     python -m experiments.train --config=configs/resnet50_large.py --workdir=runs/resnet50_large
+
+Expect: a step in 24 GiB, at 1.13x the time of plain JAX by the planner's prediction. Quality and
+time are not measured yet.
 """
 
 from experiments.config import base

@@ -1,6 +1,9 @@
 """VGG16 classifies textures of 32768 x 32768, a gigapixel each, bfloat16. For a GPU.
 
     python -m experiments.train --config=configs/vgg16_gigapixel.py --workdir=runs/vgg16_gigapixel
+
+Expect: a step in 53.8 GiB on an H200, at 1.28x the time of plain JAX by the planner's prediction.
+Quality and time are not measured yet.
 """
 
 from experiments.config import base
