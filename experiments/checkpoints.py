@@ -78,11 +78,15 @@ class Checkpoints:
             self.folder, options=options, item_names=("arrays", "record")
         )
 
-    def save(self, step: int, tree: Any, record: dict[str, Any]) -> None:
-        """Write one; if the step is there already, it is replaced."""
-        arrays = {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
+    def save(self, step: int, tree: Any, record: dict[str, Any], replace: bool = False) -> None:
+        """Write one. If the step is there already, it is left as it is: a run comes to the same
+        state again. `replace` it where that need not be so, and where it may be lost meanwhile.
+        """
         if step in self._manager.all_steps():
+            if not replace:
+                return
             self._manager.delete(step)
+        arrays = {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
         args = self._ocp.args
         self._manager.save(
             step,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import itertools
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ import policies
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
-FREE = ("policy", "checkpoint.", "log.", "train.steps", "eval.tile")
+FREE = ("policy", "checkpoint.", "log.", "eval.tile")
 
 
 class ConfigError(ValueError):
@@ -86,7 +87,7 @@ def base(model: str, **options: Any) -> ConfigDict:
 def check(config: ConfigDict) -> None:
     """Raise an error if a field's value cannot work, whatever the data."""
     _one_of(config, "model.name", models.names())
-    _one_of(config, "dtype", ("float32", "bfloat16", "float16", "float64"))
+    _one_of(config, "dtype", ("float32", "bfloat16", "float16"))
     _one_of(config, "data.kind", ("cells", "textures", "folder"))
     _one_of(config, "data.labels", ("masks", "folders", "csv"))
     _one_of(config, "data.on_bad_file", ("error", "skip"))
@@ -98,9 +99,9 @@ def check(config: ConfigDict) -> None:
         *("checkpoint.every", "checkpoint.keep", "data.classes", "train.learning_rate"),
         *("data.train_images", "data.eval_images"),
     ):
-        _require(config, name, lambda n: n > 0, "be positive")
+        _require(config, name, lambda n: 0 < n < math.inf, "be positive and finite")
     for name in ("eval.every", "train.warmup_steps", "train.weight_decay", "train.clip_norm"):
-        _require(config, name, lambda n: n >= 0, "not be negative")
+        _require(config, name, lambda n: 0 <= n < math.inf, "be finite and not negative")
     for name in ("train.ema", "data.eval_fraction", "train.momentum"):
         _require(config, name, lambda n: 0 <= n < 1, "be at least 0 and less than 1")
     for name in ("data.mean", "data.std"):
@@ -109,6 +110,8 @@ def check(config: ConfigDict) -> None:
             config, name, lambda t: len(t) in allowed, f"have {allowed[0]} or {allowed[1]} values"
         )
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
+    _require(config, "data.classes", lambda n: 2 <= n <= 255, "be from 2 to 255")
+    _require(config, "data.size", lambda n: n >= 0, "not be negative; 0: whole images")
     _require(config, "seed", lambda n: 0 <= n < 2**31, "be at least 0 and less than 2**31")
     if config.data.kind == "folder" and not config.data.path:
         raise ConfigError("`data.kind` is 'folder', so `data.path` must name one")
@@ -133,11 +136,14 @@ def fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """Fields with which a run cannot go on, as text: those that change what it computes."""
+    free = FREE
+    if new.get("train.schedule") == "constant":  # others end at the last step
+        free += ("train.steps",)
     return [
         f"{name}: {old.get(name)!r} there, {new.get(name)!r} here"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
-        and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in FREE)
+        and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in free)
     ]
 
 

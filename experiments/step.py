@@ -132,12 +132,17 @@ class Step:
             ema = averaged(state.ema, params) if decay else ()
             norm = optax.tree.norm(gradients)
             # A step that is not finite changes nothing, so that what came before can be saved.
-            finite = jnp.isfinite(value) & jnp.isfinite(norm)
             new = State(params, variables, moments, ema)
+            finite = _all_finite((value, norm, new))
             new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-            return new, {"loss": value, "gradient_norm": norm}
+            return new, {"loss": value, "gradient_norm": norm, "finite": finite}
 
         return jax.jit(step, donate_argnums=0)
+
+
+def _all_finite(tree: Any) -> jax.Array:
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 
 
 def _strong(shapes: Any) -> Any:

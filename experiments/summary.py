@@ -64,7 +64,10 @@ def plain_bytes(step: Step) -> tuple[int, int | None]:
     limit = memory_of_device().get("bytes_limit")
     if limit is not None and predicted > 0.8 * limit:
         return predicted, None
-    return predicted, jaxtile.Bytes.of(traced.lower().compile()).total
+    try:
+        return predicted, jaxtile.Bytes.of(traced.lower().compile()).total
+    except jax.errors.JaxRuntimeError:  # out of memory, after all
+        return predicted, None
 
 
 def speed(workdir: Workdir) -> dict[str, float]:

@@ -23,7 +23,7 @@ import jaxtile
 import models
 from jaxtile import ops
 
-from .checkpoints import Checkpoints, unflatten
+from .checkpoints import CheckpointError, Checkpoints, unflatten
 from .config import ConfigError
 
 IGNORED = 255  # of a mask: positions that do not count
@@ -118,12 +118,16 @@ class Task:
 
     def describe(self, result: dict[str, Any]) -> str:
         """Metrics in one line."""
-        text = f"loss {result['loss']:.4g}, accuracy {result['accuracy']:.4f}"
+
+        def text(value: float | None) -> str:
+            return "-" if value is None else f"{value:.4f}"
+
+        line = f"loss {text(result['loss'])}, accuracy {text(result['accuracy'])}"
         if not self.segments:
-            return text
-        per_class = " ".join("-" if v is None else f"{v:.3f}" for v in result["iou"])
-        mean, dice = result["mean_iou"], result["mean_dice"]
-        return f"{text}, mean IoU {mean:.4f} (per class {per_class}), mean Dice {dice:.4f}"
+            return line
+        per_class = " ".join(map(text, result["iou"]))
+        mean, dice = text(result["mean_iou"]), text(result["mean_dice"])
+        return f"{line}, mean IoU {mean} (per class {per_class}), mean Dice {dice}"
 
     def in_axes(self, leading: int) -> tuple[Any, ...]:
         """Which axes are tiled, after so many arguments that are not: images, then labels."""
@@ -189,7 +193,7 @@ def metrics(batches: list[Counts]) -> dict[str, Any]:
         dice = 2 * correct / (predicted + true)
     total = max(1, counted.sum())
     return {
-        "loss": float((losses * counted).sum() / total),
+        "loss": _number((losses * counted).sum() / total),
         "accuracy": float(correct.sum() / total),
         "mean_iou": _mean(iou),
         "mean_dice": _mean(dice),
@@ -199,7 +203,7 @@ def metrics(batches: list[Counts]) -> dict[str, Any]:
 
 
 def _number(x: float) -> float | None:
-    return None if np.isnan(x) else float(x)
+    return float(x) if np.isfinite(x) else None
 
 
 def _mean(values: np.ndarray) -> float | None:
@@ -230,7 +234,11 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
     task = Task(config)
     shapes = jax.eval_shape(task.weights)
     for name in ("best", "checkpoints"):
-        found = Checkpoints(folder / name, keep=1, read_only=True).restore()
+        try:
+            found = Checkpoints(folder / name, keep=1, read_only=True).restore()
+        except CheckpointError as error:
+            print(f"warning: {error}", flush=True)
+            continue
         if found is not None:
             averaged = {
                 k.removeprefix("ema."): v for k, v in found.arrays.items() if k.startswith("ema.")
@@ -249,7 +257,7 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
                 unflatten(shapes.params, params), unflatten(shapes.variables, variables)
             )
             return Trained(task, weights, found.step)
-    raise ConfigError(f"{folder} has no checkpoint yet")
+    raise ConfigError(f"{folder} has no checkpoint that can be read")
 
 
 def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:

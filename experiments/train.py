@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags, logging
 from ml_collections import ConfigDict
 
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> None:
             raise ConfigError("--workdir must name a folder for the run, as runs/quickstart")
         sys.exit(train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value))
     except KeyboardInterrupt:
-        sys.exit("stopped before the first step: there was nothing to save")
+        sys.exit("stopped at once; the same command goes on from the last checkpoint, if any")
     except (ConfigError, ImageError, data.DataError, CheckpointError, Stopped) as error:
         sys.exit(f"error: {error}")
 
@@ -63,7 +62,8 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     workdir.adopt(config)
     make_repeatable(workdir.path)
     task = Task(config)
-    train_set, eval_set = load_data(task)
+    with Refusal():
+        train_set, eval_set = load_data(task)
     print(describe(task, train_set, eval_set), flush=True)
 
     optimiser, learning_rate = make_optimiser(config)
@@ -77,12 +77,14 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
         done, state, record = found.step, unflatten(step.state, found.arrays), found.record
         print(f"going on after step {done}", flush=True)
     total = config.train.steps
+    if done > total:
+        raise ConfigError(f"`train.steps` (={total}) is less than the {done} steps done already")
     finished = workdir.path / "summary.txt"
     if done >= total and finished.exists():
         print(f"the run is complete:\n{finished.read_text()}", end="", flush=True)
         return 0
 
-    with OutOfMemory(step):
+    with Refusal(), OutOfMemory(step):
         policy = choose_policy(step, config.policy, workdir.path / "plan.json")
         program = Program(step, policy, batch_shapes(eval_set, config.eval.batch_size))
     print(
@@ -105,7 +107,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
         quality = result[task.quality]
         if quality is not None and (record["best"] is None or quality > record["best"]["quality"]):
             record["best"] = {"step": done, "quality": quality}
-            best.save(done, state, record)
+            best.save(done, state, record, replace=True)
         return result
 
     clock = Clock(workdir, config.train.batch_size, train_set.shape)
@@ -123,9 +125,10 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
             batch = next(batches)
             clock.loaded()
             state, values = program.step(state, batch.images, batch.labels)
+            finite = bool(values["finite"])
             values = {name: float(values[name]) for name in ("loss", "gradient_norm")}
             clock.end()
-            if not all(map(np.isfinite, values.values())):
+            if not finite:
                 save()
                 raise Stopped(not_finite(done, values, batch, checkpoints.folder))
             done += 1
@@ -165,15 +168,14 @@ def load_data(task: Task) -> tuple[data.Dataset, data.Dataset]:
             f"the data (kind {config.data.kind!r}) {'are masks' if masks else 'are classes'}"
         )
     found = [data.load(config.data, split, seed=config.seed) for split in ("train", "eval")]
+    for dataset in found:
+        task.check_size(dataset.shape)
     if task.segments:
-        task.check_size(found[0].shape)
         sizes = [tuple(map(task.output_size, d.shape[:2])) for d in found]
         found = [
             data.load(config.data, split, seed=config.seed, label_size=size)
             for split, size in zip(("train", "eval"), sizes, strict=True)
         ]
-    else:
-        task.check_size(found[0].shape)
     return found[0], found[1]
 
 
@@ -181,10 +183,12 @@ def describe(task: Task, train_set: data.Dataset, eval_set: data.Dataset) -> str
     height, width, channels = train_set.shape
     weights = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.weights).params))
     device = jax.devices()[0].device_kind
+    skipped = len(train_set.skipped) + len(eval_set.skipped)
+    bad = f" ({skipped} bad files skipped)" if skipped else ""
     return (
         f"{task.config.model.name}, {weights:,} weights, {task.config.dtype}, on {len(train_set)} "
-        f"images of {height} x {width} x {channels} and {len(eval_set)} to evaluate; {device}, jax "
-        f"{jax.__version__}"
+        f"images of {height} x {width} x {channels} and {len(eval_set)} to evaluate{bad}; "
+        f"{device}, jax {jax.__version__}"
     )
 
 
@@ -215,11 +219,22 @@ def make_repeatable(folder: pathlib.Path) -> None:
 
 def not_finite(done: int, values: dict[str, float], batch: data.Batch, folder: Any) -> str:
     return (
-        f"at step {done + 1} the loss is {values['loss']} and the norm of the gradients "
-        f"{values['gradient_norm']}; the batch was {', '.join(batch.names)}. The weights from "
+        f"step {done + 1} is not finite: the loss is {values['loss']}, the norm of the gradients "
+        f"{values['gradient_norm']}, and the batch was {', '.join(batch.names)}. The weights from "
         f"before are saved in {folder / str(done)}. A lower train.learning_rate, more "
         "train.warmup_steps, a smaller train.clip_norm or dtype float32 may help"
     )
+
+
+class Refusal:
+    """A context in which a wrong value, of the data or the policy, is an error of the config."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, ValueError) and not isinstance(error, ImageError | ConfigError):
+            raise ConfigError(str(error)) from error
 
 
 class Signals:

@@ -43,10 +43,10 @@ class Workdir:
         self._metrics: Any = None
 
     def adopt(self, config: ConfigDict) -> None:
-        """Make it the folder of this config, or refuse if it is that of another."""
+        """Make it the folder of this config, or refuse if another has checkpoints here."""
         file = self.path / "config.json"
         new = json.loads(config.to_json())
-        if file.exists():
+        if file.exists() and any(self.path.glob("checkpoints/[0-9]*")):
             old = json.loads(file.read_text())
             names = [dict(fields(ConfigDict(c))) for c in (old, new)]
             found = differences(*names)

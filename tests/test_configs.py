@@ -85,6 +85,9 @@ def test_a_value_that_cannot_work_is_named(name, value):
 
 def test_what_may_change_when_a_run_goes_on():
     old = dict(fields(base("unet")))
-    assert not differences(old, {**old, "policy": "sqrt", "log.every": 3, "train.steps": 7})
+    assert not differences(old, {**old, "policy": "sqrt", "log.every": 3})
+    assert differences(old, {**old, "train.steps": 7})  # the rate falls until the last step
+    constant = {**old, "train.schedule": "constant"}
+    assert not differences(constant, {**constant, "train.steps": 7})
     changed = differences(old, {**old, "seed": 3, "data.size": 64})
     assert changed == ["data.size: 256 there, 64 here", "seed: 0 there, 3 here"]
