@@ -184,7 +184,7 @@ def describe(task: Task, train_set: data.Dataset, eval_set: data.Dataset) -> str
     weights = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.weights).params))
     device = jax.devices()[0].device_kind
     skipped = len(train_set.skipped) + len(eval_set.skipped)
-    bad = f" ({skipped} bad files skipped)" if skipped else ""
+    bad = f" (bad files skipped: {skipped})" if skipped else ""
     return (
         f"{task.config.model.name}, {weights:,} weights, {task.config.dtype}, on {len(train_set)} "
         f"images of {height} x {width} x {channels} and {len(eval_set)} to evaluate{bad}; "

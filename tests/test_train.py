@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import tifffile
 
 from experiments.checkpoints import Checkpoints
 from experiments.task import load_trained
@@ -247,6 +248,29 @@ def test_a_refused_config_does_not_claim_the_folder(tmp_path):
     assert code == 1
     code, text = run(tmp_path, "--config.train.steps=1", "--config.policy=store_all")
     assert code == 0, text
+
+
+def test_a_folder_of_files_with_a_bad_one(tmp_path):
+    """Named, and nothing is trained; or skipped and counted."""
+    folder, rng = tmp_path / "cells", np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+    for i in range(6):
+        image = rng.integers(0, 255, (70, 50, 3), np.uint8)
+        tifffile.imwrite(folder / f"images/{i}.tif", image, tile=(32, 32), compression="zlib")
+        tifffile.imwrite(folder / f"masks/{i}.tif", (image[..., 0] > 128).astype(np.uint8))
+    bad = folder / "images/3.tif"
+    bad.write_bytes(bad.read_bytes()[:100])
+    more = ["--config.data.kind=folder", f"--config.data.path={folder}", "--config.train.steps=3"]
+    code, text = run(tmp_path / "run", *more)
+    assert code == 1
+    assert "3.tif" in text
+    assert "Traceback" not in text
+    code, text = run(tmp_path / "run", *more, "--config.data.on_bad_file=skip")
+    assert code == 0, text
+    assert "bad files skipped: 1" in text
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["step"], summary["skipped_files"]) == (3, 1)
 
 
 def test_a_missing_config_names_those_that_exist(tmp_path):
