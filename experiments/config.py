@@ -84,6 +84,26 @@ def base(model: str, **options: Any) -> ConfigDict:
     return config.lock()
 
 
+def sweep(models: tuple[str, ...], **options: Any) -> ConfigDict:
+    """All fields of a sweep: the cells are the product of the tuples."""
+    config = ConfigDict(
+        {
+            "models": models,
+            "sizes": (0,),  # height and width; 0: the reference's
+            "batches": (0,),  # images; 0: the reference's
+            "dtypes": ("float32",),
+            "policies": ("plain",),  # plain JAX, and names of `policies.names()`
+            "tiles": ("",),  # as 4x4: the grid of what a policy recomputes whole
+            "warmup": 1,  # steps that are not timed
+            "repeats": 5,
+            "limit_seconds": 600,  # per cell, compilation included
+            "compare": True,  # gradients with plain JAX's, where that fits
+        }
+    )
+    config.update(options)
+    return config.lock()
+
+
 def check(config: ConfigDict) -> None:
     """Raise an error if a field's value cannot work, whatever the data."""
     _one_of(config, "model.name", models.names())

@@ -21,11 +21,11 @@ from .config import ConfigError, differences, fields
 class Workdir:
     """The folder, locked until `close`, or until the process ends, however it ends."""
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike, lock: str = "lock"):
         self.path = pathlib.Path(path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / "lock", "a+")  # noqa: SIM115
+            self._lock = open(self.path / lock, "a+")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"cannot write to the workdir {self.path}: {error}") from error
         try:

@@ -316,7 +316,8 @@ def grids(outline: Outline) -> list[tuple[int, ...]]:
 
     def grid(along_free: int, along_halo: int) -> tuple[int, ...]:
         wanted = [along_halo if h else along_free for h in halo]
-        return tuple(int(min(n, m)) for n, m in zip(wanted, longest, strict=True))
+        # Along an axis of one position nothing is tiled, and its length is 0.
+        return tuple(max(1, int(min(n, m))) for n, m in zip(wanted, longest, strict=True))
 
     free = max((int(n) for n, h in zip(longest, halo, strict=True) if not h), default=1)
     powers = [2**i for i in range(1, 11)]

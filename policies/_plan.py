@@ -104,7 +104,14 @@ class Plan:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write it as JSON."""
-        pathlib.Path(path).write_text(json.dumps(_as_json(self), indent=1) + "\n")
+        pathlib.Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n")
+
+    def as_json(self) -> dict[str, Any]:
+        """What `save` writes."""
+        found = dataclasses.asdict(self)
+        found["stages"] = [s._asdict() for s in self.stages]
+        found["rest"] = self.rest._asdict()
+        return {"jaxtile": "plan", "version": 1, **found}
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
@@ -121,13 +128,6 @@ class Plan:
         from ._picture import draw
 
         draw(self, path)
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    found = dataclasses.asdict(plan)
-    found["stages"] = [s._asdict() for s in plan.stages]
-    found["rest"] = plan.rest._asdict()
-    return {"jaxtile": "plan", "version": 1, **found}
 
 
 def _from_json(found: Any) -> Plan:

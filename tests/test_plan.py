@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -301,6 +302,28 @@ def test_never_slower_than_the_catalogue_and_monotone(name):
         assert best[text] <= estimate.seconds
     times = list(best.values())
     assert times == sorted(times, reverse=True)
+
+
+def test_an_axis_of_one_position():
+    """A batch of one whose axis is tiled: no grid has tiles along it."""
+    outline = jaxtile.outline(network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)))
+    model = Model(outline, BUILT_IN["cpu"])
+    assert model.grids
+    assert all(grid[0] == 1 and min(grid) > 0 for grid in model.grids)
+    plan = policies.plan(
+        network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)), budget="400kB", progress=print
+    )
+    assert plan.measured_bytes <= 400_000
+
+
+def test_norms_need_not_all_be_stored():
+    """Between storing what each norm reads and recomputing all for each, there is something."""
+    outline = jaxtile.outline(normed, WEIGHTS, IMAGE, in_axes=AXES)
+    tables = Model(outline, BUILT_IN["cpu"]).stretches()
+    assert any(part.awaits >= 0 for part in outline.parts)
+    last = len(tables.cuts) - 1
+    assert np.isfinite(tables.seconds[2:, 0, last]).any()
+    assert tables.seconds[2:, 0, last].min() > 2 * tables.seconds[0, 0, last]
 
 
 def test_against_an_integer_programme_on_a_graph():

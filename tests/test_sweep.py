@@ -1,0 +1,146 @@
+"""Sweeps, run as their users run them."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments.cell import Cell
+from experiments.config import ConfigError, sweep
+from experiments.results import Result, append, read
+from experiments.sweep import cells, selected
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIG = """
+from experiments.config import sweep
+
+def get_config():
+    config = sweep(("alexnet",), sizes=(67,), batches=(1,))
+    config.policies = ("plain", "sqrt", "budget:1kB")
+    config.repeats = 2
+    return config
+"""
+
+
+def launch(folder: pathlib.Path, *more: str) -> subprocess.Popen:
+    (folder / "config.py").write_text(CONFIG)
+    command = [sys.executable, "-m", "experiments.sweep", f"--config={folder}/config.py"]
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    return subprocess.Popen(
+        [*command, f"--workdir={folder}/sweep", *more],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(folder: pathlib.Path, *more: str) -> tuple[int, str]:
+    process = launch(folder, *more)
+    text, _ = process.communicate(timeout=300)
+    return process.returncode, text
+
+
+def test_a_sweep_and_the_same_again(tmp_path):
+    code, text = run(tmp_path)
+    assert code == 0, text
+    found, bad = read(tmp_path / "sweep")
+    assert not bad
+    plain, sqrt, budget = found.values()
+    assert (plain.status, sqrt.status, budget.status) == ("ok", "ok", "does not fit")
+    assert "smallest budget" in budget.values["message"]
+    for name in ("seconds", "compile_seconds", "megapixels_per_second", "flops_per_second"):
+        assert plain.values[name] > 0
+    assert sqrt.values["loss"] == pytest.approx(plain.values["loss"])
+    assert sqrt.values["gradient_error"] < 1e-4
+    assert sqrt.values["predicted_bytes"] == pytest.approx(sqrt.values["compiled_bytes"], rel=0.1)
+
+    # A crash in the middle of a line costs that line only, and no finished cell is run again.
+    file = tmp_path / "sweep/results.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(lines[:2]) + "\n" + lines[2][:50])
+    code, text = run(tmp_path)
+    assert code == 0, text
+    assert "2 of them done already" in text
+    assert "not a result" in text
+    assert file.read_text().splitlines()[:2] == lines[:2]
+    assert read(tmp_path / "sweep")[0].keys() == found.keys()
+
+
+def test_a_cell_that_is_killed_or_too_slow_costs_itself_only(tmp_path):
+    process = launch(tmp_path, "--only", "*,plain", "--config.repeats=100000")
+    deadline, children = time.monotonic() + 100, []
+    while not children and time.monotonic() < deadline:
+        time.sleep(0.05)
+        file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        children = file.read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 0, text
+    code, _ = run(tmp_path, "--only", "*,sqrt", "--config.limit_seconds=1")
+    assert code == 0
+    found, _ = read(tmp_path / "sweep")
+    assert [r.status for r in found.values()] == ["crashed", "too slow"]
+    code, text = run(tmp_path, "--only", "*,sqrt", "--retry")
+    assert code == 0
+    assert [r.status for r in read(tmp_path / "sweep")[0].values()] == ["crashed", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--config.policies=('plain','squirt')"], ["squirt", "sqrt"]),
+        (["--config.sizes=(3,)"], ["alexnet", "3"]),
+        (["--config.polices=('plain',)"], ["polices", "policies"]),
+        (["--config.models=('alexnot',)"], ["alexnot"]),
+        (["--only", "vgg16,*"], ["matches none of 3"]),
+        (["--shard", "9/8"], ["9/8"]),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(tmp_path, more, words):
+    code, text = run(tmp_path, *more)
+    assert code == 1
+    assert "Traceback" not in text
+    for word in words:
+        assert word in text
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_an_unwritable_workdir(tmp_path):
+    (tmp_path / "sweep").write_text("a file")
+    code, text = run(tmp_path)
+    assert code == 1
+    assert "cannot write to the workdir" in text
+
+
+def test_shards_share_the_cells():
+    config = sweep(("alexnet", "unet"), sizes=(188,), policies=("plain", "sqrt", "every:2"))
+    found = cells(config)
+    shards = [selected(found, [], f"{i}/4") for i in range(1, 5)]
+    assert sorted(c.name for shard in shards for c in shard) == sorted(c.name for c in found)
+    assert [c.policy for c in selected(found, ["unet,*,every:*"], None)] == ["every:2"]
+    with pytest.raises(ConfigError, match="matches none"):
+        selected(found, ["unet,64,*"], None)
+
+
+def test_tiles_go_to_policies_that_recompute():
+    config = sweep(("alexnet",), sizes=(67,), policies=("plain", "sqrt"), tiles=("", "1x2x2"))
+    names = [(c.policy, c.tiles) for c in cells(config)]
+    assert names == [("plain", ""), ("sqrt", ""), ("sqrt", "1x2x2")]
+
+
+def test_results_of_shards_merge(tmp_path):
+    first, second = Cell("unet"), Cell("alexnet")
+    append(tmp_path / "results-1of2.jsonl", Result(first, "ok", {"seconds": 1}, {}))
+    append(tmp_path / "results-2of2.jsonl", Result(second, "error", {"message": "no"}, {}))
+    append(tmp_path / "results-2of2.jsonl", Result(second, "ok", {"seconds": 2}, {}))
+    found, bad = read(tmp_path)
+    assert {c: r.values["seconds"] for c, r in found.items()} == {first: 1, second: 2}
+    assert not bad
+    assert json.loads((tmp_path / "results-1of2.jsonl").read_text())["cell"]["model"] == "unet"
