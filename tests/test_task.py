@@ -1,0 +1,87 @@
+"""What training computes: metrics by their definition, in tiles or not; and its progress bar."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.config import base
+from experiments.task import Counts, Task, metrics
+
+
+def by_definition(predicted, labels, classes):
+    counted = labels != 255
+    iou, dice = [], []
+    for c in range(classes):
+        a, b = (predicted == c) & counted, (labels == c) & counted
+        both, either = (a & b).sum(), (a | b).sum()
+        iou.append(both / either if either else None)
+        dice.append(2 * both / (a.sum() + b.sum()) if either else None)
+    return (predicted == labels)[counted].mean(), iou, dice
+
+
+@pytest.fixture(scope="module")
+def task():
+    config = base("unet", channels=2, depth=1, padding="SAME", norm="batch")
+    config.data.classes = 4
+    return Task(config)
+
+
+def test_metrics_by_their_definition_in_tiles_or_not(task):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (3, 24, 16, 1), np.uint8)
+    labels = rng.choice([0, 1, 3, 255], (3, 24, 16), p=[0.5, 0.2, 0.2, 0.1]).astype(np.uint8)
+    weights = task.weights()
+    whole, tiled = (
+        [
+            jax.jit(task.evaluation((1, 24, 16, 1), n))(weights, i[None], k[None])
+            for i, k in zip(images, labels, strict=True)
+        ]
+        for n in (64, 10)
+    )
+    found = metrics(whole)
+    predicted = jax.jit(task.prediction((3, 24, 16, 1), 64))(weights, images)
+    accuracy, iou, dice = by_definition(np.asarray(predicted), labels, 4)
+    assert found["accuracy"] == pytest.approx(accuracy)
+    assert found["iou"] == pytest.approx(iou)
+    assert found["dice"] == pytest.approx(dice)
+    assert found["mean_iou"] == pytest.approx(np.mean([v for v in iou if v is not None]))
+    for name, value in metrics(tiled).items():
+        assert value == pytest.approx(found[name], rel=1e-5), name
+
+
+def test_batches_count_by_their_positions():
+    nothing = np.zeros(2, np.uint32)
+    one = Counts(1.0, 10, np.array([4, 4]), np.array([5, 5]), np.array([5, 5]))
+    empty = Counts(0.0, 0, nothing, nothing, nothing)
+    found = metrics([one, empty])
+    assert (found["loss"], found["accuracy"]) == (1.0, 0.8)
+    assert found["iou"] == pytest.approx([4 / 6, 4 / 6])
+    assert metrics([empty])["mean_iou"] is None
+
+
+def test_a_bar_on_a_terminal():
+    program = (
+        "from experiments.progress import Bar\n"
+        "with Bar('step', 3) as bar:\n"
+        "    for i in range(3):\n"
+        "        bar.advance(f'loss {i}')\n"
+        "    bar.say('a line [that] stays')\n"
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while part := os.read(ours, 4096):
+            seen += part
+    except OSError:  # the other end was closed
+        pass
+    assert process.wait() == 0
+    assert b"3/3" in seen
+    assert b"loss 2" in seen
+    assert b"a line [that] stays" in seen
