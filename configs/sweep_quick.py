@@ -2,7 +2,7 @@
 
     python -m experiments.sweep --config=configs/sweep_quick.py --workdir=runs/sweep
 
-Expect: eight cells in about five minutes; results in `runs/sweep/results.jsonl`.
+Expect: eight cells of about half a minute each; results in `runs/sweep/results.jsonl`.
 """
 
 from experiments.config import sweep

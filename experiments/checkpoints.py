@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import logging
 import pathlib
 import shutil
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 Arrays = dict[str, np.ndarray]
 
@@ -63,7 +63,7 @@ class Checkpoints:
     def __init__(self, folder: pathlib.Path, *, keep: int, read_only: bool = False):
         import orbax.checkpoint as ocp
 
-        logging.getLogger("absl").setLevel(logging.WARNING)
+        logging.set_verbosity(logging.ERROR)  # orbax warns of what is meant, as of `read_only`
         self._ocp, self.folder = ocp, folder.absolute()
         self._manager, self._read_only = None, read_only
         if read_only and not folder.is_dir():
