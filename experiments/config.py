@@ -7,6 +7,7 @@ of a field is the type of its first value. On the command line, `--config.train.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.util
 import itertools
 import math
@@ -167,8 +168,15 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
-def define_flag() -> flags.FlagHolder:
+@functools.cache
+def config_flag() -> flags.FlagHolder:
+    """One for all programs, so that they can be imported together."""
     return config_flags.DEFINE_config_file("config", None, "a file of configs/", lock_config=True)
+
+
+@functools.cache
+def workdir_flag() -> flags.FlagHolder:
+    return flags.DEFINE_string("workdir", None, "folder of the run")
 
 
 def start(main: Callable[[Sequence[str]], Any]) -> None:

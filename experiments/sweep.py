@@ -28,13 +28,13 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from .cell import Cell, check
-from .config import ConfigError, define_flag, start
+from .config import ConfigError, config_flag, start, workdir_flag
 from .progress import Bar
 from .results import Result, append, read
 from .workdir import Workdir
 
-_CONFIG = define_flag()
-_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the results")
+_CONFIG = config_flag()
+_WORKDIR = workdir_flag()
 _ONLY = flags.DEFINE_multi_string("only", [], "cells: patterns of MODEL,SIZE,POLICY,TILES,DTYPE")
 _SHARD = flags.DEFINE_string("shard", None, "as 2/8: the second eighth of the cells")
 _RETRY = flags.DEFINE_bool("retry", False, "measure cells again that failed")

@@ -26,7 +26,7 @@ from policies import format_bytes
 
 from . import data, summary
 from .checkpoints import CheckpointError, Checkpoints, unflatten
-from .config import ConfigError, check, define_flag, start
+from .config import ConfigError, check, config_flag, start, workdir_flag
 from .images import ImageError
 from .instruments import Clock, Profiler, tensorboard
 from .out_of_memory import OutOfMemory, Stopped
@@ -35,8 +35,8 @@ from .step import Program, Step, choose_policy, make_optimiser
 from .task import Task
 from .workdir import Workdir
 
-_CONFIG = define_flag()
-_WORKDIR = flags.DEFINE_string("workdir", None, "folder of the run")
+_CONFIG = config_flag()
+_WORKDIR = workdir_flag()
 _PROFILE = flags.DEFINE_bool("profile", False, "trace five steps into WORKDIR/profile")
 
 

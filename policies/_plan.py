@@ -116,39 +116,40 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
         try:
-            found = json.loads(pathlib.Path(path).read_text())
-            return _from_json(found)
+            return cls.from_json(json.loads(pathlib.Path(path).read_text()))
         except KeyError as error:
             raise ValueError(f"{path} is not a plan: it has no {error}") from error
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a plan: {error}") from error
+
+    @classmethod
+    def from_json(cls, found: Any) -> Plan:
+        """From what `as_json` gives."""
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+        found = dict(found)
+        if found.pop("jaxtile") != "plan" or found.pop("version") != 1:
+            raise ValueError("it was written by another version")
+
+        def grid(g: Any) -> Any:
+            return tuple(g) if isinstance(g, list) else g
+
+        stages = tuple(
+            PlannedStage(
+                **{
+                    **s,
+                    "grid": grid(s["grid"]),
+                    "stored": tuple(s["stored"]),
+                    "offloaded": tuple(s["offloaded"]),
+                }
+            )
+            for s in found.pop("stages")
+        )
+        rest = found.pop("rest")
+        return cls(stages=stages, rest=Choice(grid(rest["grid"]), rest["offload"]), **found)
 
     def draw(self, path: str | os.PathLike) -> None:
         """A picture: bytes live over the schedule, stored results as bars. Needs matplotlib."""
         from ._picture import draw
 
         draw(self, path)
-
-
-def _from_json(found: Any) -> Plan:
-    if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
-    if found.pop("jaxtile") != "plan" or found.pop("version") != 1:
-        raise ValueError("it was written by another version")
-
-    def grid(g: Any) -> Any:
-        return tuple(g) if isinstance(g, list) else g
-
-    stages = tuple(
-        PlannedStage(
-            **{
-                **s,
-                "grid": grid(s["grid"]),
-                "stored": tuple(s["stored"]),
-                "offloaded": tuple(s["offloaded"]),
-            }
-        )
-        for s in found.pop("stages")
-    )
-    rest = found.pop("rest")
-    return Plan(stages=stages, rest=Choice(grid(rest["grid"]), rest["offload"]), **found)

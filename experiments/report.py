@@ -1,0 +1,202 @@
+"""A page about a sweep: time against memory, the largest images, a table, the plans.
+
+    python -m experiments.report --workdir=runs/sweep
+
+Writes `report.html`, which needs nothing else and no network, and its pictures as PNG files.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import pathlib
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from absl import app
+
+from policies import Plan
+
+from .config import workdir_flag
+from .results import Result, read
+
+_WORKDIR = workdir_flag()
+_PAGE = pathlib.Path(__file__).with_name("report.html")
+
+Results = Sequence[Result]
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    if not _WORKDIR.value or not pathlib.Path(_WORKDIR.value).is_dir():
+        sys.exit(f"error: --workdir (={_WORKDIR.value!r}) must name the folder of a sweep")
+    folder = pathlib.Path(_WORKDIR.value)
+    found, bad = read(folder)
+    for line in bad:
+        print(f"warning: not a result, left out: {line}", flush=True)
+    if not found:
+        sys.exit(f"error: {folder} has no results: run experiments.sweep first")
+    print(write(folder, list(found.values())))
+
+
+def write(folder: pathlib.Path, results: Results) -> pathlib.Path:
+    """The page and its pictures; returns the path of the page."""
+    pictures = draw(folder, results)
+    rows = [row(result, folder, number) for number, result in enumerate(results)]
+    page = _PAGE.read_text()
+    for name, text in {
+        "machines": html.escape("; ".join(sorted({_machine(r) for r in results}))),
+        "pictures": "\n".join(_image(p) for p in pictures),
+        # A script ends at the first `</`, wherever it stands.
+        "rows": json.dumps(rows).replace("</", "<\\/"),
+    }.items():
+        page = page.replace(f"<!--{name}-->", text)
+    file = folder / "report.html"
+    file.write_text(page)
+    return file
+
+
+def row(result: Result, folder: pathlib.Path, number: int) -> dict[str, Any]:
+    """A row of the table; what is not a number is text."""
+    cell, values = result.cell, result.values
+    fields = {
+        "model": cell.model,
+        "size": cell.shape[1],
+        "batch": cell.shape[0],
+        "dtype": cell.dtype,
+        "policy": cell.policy,
+        "tiles": cell.tiles,
+        "status": result.status,
+    }
+    if result.status != "ok":
+        return {**fields, "message": values.get("message", "")}
+    fields |= {
+        "ms": values["seconds"] * 1e3,
+        "spread": values["spread"],
+        "MiB": values["compiled_bytes"] / 2**20,
+        "predicted": values["predicted_bytes"] / values["compiled_bytes"],
+        "peak MiB": values["observed_peak"] and values["observed_peak"] / 2**20,
+        "Mpixel/s": values["megapixels_per_second"],
+        "GFLOP/s": values["flops_per_second"] / 1e9,
+        "compile s": values["compile_seconds"],
+        "error": values.get("gradient_error"),
+    }
+    if values.get("plan"):
+        plan = Plan.from_json(values["plan"])
+        picture = folder / f"plan-{number}.png"
+        plan.draw(picture)
+        fields |= {"plan": str(plan), "picture": _source(picture)}
+    return fields
+
+
+def draw(folder: pathlib.Path, results: Results) -> list[pathlib.Path]:
+    measured: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        if result.status == "ok":
+            measured[result.cell.model].append(result)
+    files = []
+    for model, group in measured.items():
+        files.append(_time_against_memory(folder / f"pareto-{model}.png", model, group))
+        if len({r.cell.shape[1] for r in group}) > 1:
+            files.append(_time_against_size(folder / f"sizes-{model}.png", model, group))
+    if measured:
+        files.append(_largest(folder / "largest.png", measured))
+    return files
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those that no other beats in both coordinates, by the first one.
+
+    >>> pareto([(1, 5), (2, 3), (3, 4), (4, 1)])
+    [(1, 5), (2, 3), (4, 1)]
+    """
+    front: list[tuple[float, float]] = []
+    for point in sorted(points):
+        if not front or point[1] < front[-1][1]:
+            front.append(point)
+    return front
+
+
+def _time_against_memory(path: pathlib.Path, model: str, group: Results) -> pathlib.Path:
+    """Per size and type, the policies; those that no other beats are joined."""
+    figure, axis = plt.subplots(figsize=(7, 5), layout="constrained")
+    series: dict[str, list[Result]] = defaultdict(list)
+    for result in group:
+        b, n, *_ = result.cell.shape
+        series[f"{b} x {n} x {n}, {result.cell.dtype}"].append(result)
+    for color, (label, members) in enumerate(series.items()):
+        points = [(_gibibytes(r), r.values["seconds"] * 1e3) for r in members]
+        axis.plot(*zip(*points, strict=True), "o", color=f"C{color}", label=label)
+        axis.plot(*zip(*pareto(points), strict=True), "-", color=f"C{color}", lw=1)
+        for result, point in zip(members, points, strict=True):
+            text = result.cell.policy + (f" {result.cell.tiles}" if result.cell.tiles else "")
+            axis.annotate(text, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
+    axis.set(xlabel="GiB of the compiled step", ylabel="ms per step", title=model)
+    axis.set(xscale="log", yscale="log")
+    axis.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _time_against_size(path: pathlib.Path, model: str, group: Results) -> pathlib.Path:
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    series: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for result in group:
+        b, n, *_ = result.cell.shape
+        label = ", ".join(filter(None, (result.cell.policy, result.cell.tiles, result.cell.dtype)))
+        series[label].append((n, result.values["seconds"] / (b * n * n) * 1e9))
+    for label, points in series.items():
+        axis.plot(*zip(*sorted(points), strict=True), "o-", label=label)
+    axis.set(xlabel="pixels along a side", ylabel="ns per pixel", title=model, xscale="log")
+    axis.set_ylim(bottom=0)
+    axis.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _largest(path: pathlib.Path, measured: dict[str, list[Result]]) -> pathlib.Path:
+    """Which image fits into how many bytes, under the best policy that was measured."""
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for model, group in measured.items():
+        points = [(_gibibytes(r), r.cell.shape[1]) for r in group]
+        front = [(x, -y) for x, y in pareto([(x, -y) for x, y in points])]
+        axis.plot(*zip(*front, strict=True), "o-", drawstyle="steps-post", label=model)
+    axis.set(xlabel="GiB of the compiled step", ylabel="pixels along a side", xscale="log")
+    axis.set(title="largest image that was measured within a budget")
+    axis.legend(fontsize=8)
+    return _save(figure, path)
+
+
+def _gibibytes(result: Result) -> float:
+    return result.values["compiled_bytes"] / 2**30
+
+
+def _machine(result: Result) -> str:
+    return ", ".join(f"{k} {v}" for k, v in result.machine.items())
+
+
+def _image(path: pathlib.Path) -> str:
+    return f'<img src="{_source(path)}" alt="{html.escape(path.stem)}">'
+
+
+def _source(path: pathlib.Path) -> str:
+    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+
+
+def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
+    for axis in (a for axes in figure.axes for a in (axes.xaxis, axes.yaxis)):
+        if axis.get_scale() == "log":  # 2, not 2 x 10^0
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter("{x:g}")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,158 @@
+"""The report of a sweep, looked at in a real browser where there is one."""
+
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import policies
+from experiments.cell import Cell
+from experiments.report import pareto, write
+from experiments.results import Result, append, read
+
+ROOT = pathlib.Path(__file__).parent.parent
+PLAN_ARGUMENTS = (jnp.ones((8, 8, 3, 3), jnp.float32), jnp.ones((1, 8, 64, 64), jnp.float32))
+
+
+def loss(kernel, image):
+    for _ in range(3):
+        image = jnp.tanh(jax.lax.conv(image, kernel, (1, 1), "SAME"))
+    return jnp.mean(image**2)
+
+
+def values(seconds, size, **more):
+    return {
+        "seconds": seconds,
+        "spread": 0.1,
+        "compiled_bytes": size,
+        "predicted_bytes": size,
+        "observed_peak": None,
+        "megapixels_per_second": 1 / seconds,
+        "flops_per_second": 1e9 / seconds,
+        "compile_seconds": 3.0,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("sweep")
+    plan = policies.plan(
+        loss, *PLAN_ARGUMENTS, in_axes=(None, (2, 3)), budget="600kB", progress=lambda line: None
+    )
+    machine = {"jax": jax.__version__}
+    results = [
+        Result(Cell("unet", 572, policy="plain"), "ok", values(0.1, 9e9), machine),
+        Result(Cell("unet", 572, policy="sqrt"), "ok", values(0.12, 5e9), machine),
+        Result(Cell("unet", 764, policy="sqrt"), "ok", values(0.3, 8e9), machine),
+        Result(
+            Cell("unet", 572, policy="budget:2GB"),
+            "ok",
+            values(0.2, 2e9, plan=plan.as_json()),
+            machine,
+        ),
+        Result(
+            Cell("alexnet", policy="budget:1kB"),
+            "does not fit",
+            {"message": "</script> no"},
+            machine,
+        ),
+    ]
+    for result in results:
+        append(found / "results.jsonl", result)
+    write(found, list(read(found)[0].values()))
+    return found
+
+
+def test_the_page_stands_alone(folder):
+    page = (folder / "report.html").read_text()
+    assert "<!--" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    for name in ("pareto-unet", "sizes-unet", "largest", "plan-3"):
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pareto():
+    assert pareto([(3, 1), (1, 3), (2, 2), (2.5, 2.5)]) == [(1, 3), (2, 2), (3, 1)]
+
+
+def test_a_folder_without_results(tmp_path):
+    command = [sys.executable, "-m", "experiments.report", f"--workdir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "run experiments.sweep first" in done.stderr
+
+
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+
+
+@pytest.mark.skipif(
+    not (BROWSER and shutil.which("chromedriver")), reason="needs chromium and chromedriver"
+)
+def test_in_a_browser(folder):
+    """It renders, sorts, filters, shows a plan, and has no errors."""
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1200"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(shutil.which("chromedriver"), env=dict(os.environ))
+    driver = webdriver.Chrome(options=options, service=service)
+    try:
+        driver.get((folder / "report.html").as_uri())
+
+        def column(name):
+            heads = [h.text.split(" ▲")[0].split(" ▼")[0] for h in find("th")]
+            at = heads.index(name)
+            return [row.find_elements(By.TAG_NAME, "td")[at].text for row in find("tbody tr")]
+
+        def find(selector):
+            return driver.find_elements(By.CSS_SELECTOR, selector)
+
+        for image in find("#pictures img"):
+            assert int(image.get_attribute("naturalWidth")) > 100
+        assert len(find("#pictures img")) == 3
+        assert column("ms") == ["100", "120", "200", "300", ""]
+
+        def click(name):
+            next(h for h in find("th") if h.text.startswith(name)).click()
+
+        click("MiB")
+        smallest = [float(x) for x in column("MiB") if x]
+        assert smallest == sorted(smallest)
+        click("MiB")
+        largest = [float(x) for x in column("MiB") if x]
+        assert largest == sorted(largest, reverse=True)
+        assert column("MiB")[-1] == ""
+        box = find("#filter")[0]
+        box.send_keys("sqrt 764")
+        assert column("size") == ["764"]
+        assert find("#count")[0].text == "1 of 5 cells."
+        box.clear()
+        box.send_keys("budget:2")
+        find("tr.planned")[0].click()
+        assert "bytes: budget" in find("#plan pre")[0].text
+        assert int(find("#plan img")[0].get_attribute("naturalWidth")) > 100
+        driver.save_screenshot(str(folder / "page.png"))
+        assert driver.get_log("browser") == []
+    finally:
+        driver.quit()
+
+
+def test_rows_are_json(folder):
+    page = (folder / "report.html").read_text()
+    line = next(s for s in page.splitlines() if s.startswith("const rows = "))
+    rows = json.loads(line.removeprefix("const rows = ").removesuffix(";"))
+    assert [row["status"] for row in rows].count("ok") == 4
+    assert rows[-1]["message"] == "</script> no"
