@@ -10,6 +10,7 @@ because a crash must cost one cell only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import statistics
 import sys
@@ -70,16 +71,24 @@ def check(cell: Cell) -> None:
         raise ValueError(f"plain JAX has no tiles (={cell.tiles!r}); use the policy recompute_all")
     if min(cell.size, cell.batch) < 0:
         raise ValueError(f"`size` (={cell.size}) and `batch` (={cell.batch}) must not be negative")
+    wrong = _refusal(cell.model, cell.shape, cell.dtype)
+    if wrong:
+        raise ValueError(wrong)
+
+
+@functools.cache
+def _refusal(model: str, shape: tuple[int, ...], dtype: str) -> str | None:
+    """Why the model does not take such images."""
     try:
-        jnp.dtype(cell.dtype)
-        problem(cell.model, cell.shape, cell.dtype, abstract=True)
+        problem(model, shape, jnp.dtype(dtype), abstract=True)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{cell.model} at {cell.shape}, {cell.dtype}: {error}") from error
+        return f"{model} at {shape}, {dtype}: {error}"
+    return None
 
 
 def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str, Any]:
     """Times and bytes of a step: loss and gradients of all weights."""
-    found = problem(cell.model, cell.shape, cell.dtype)
+    found = problem(cell.model, cell.shape, jnp.dtype(cell.dtype))
     began = time.perf_counter()
     loss, plan = _scheduled(cell, found)
     traced = jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*found.arguments)

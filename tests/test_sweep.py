@@ -11,7 +11,7 @@ import time
 import pytest
 
 from experiments.cell import Cell
-from experiments.config import ConfigError, sweep
+from experiments.config import ConfigError, load, sweep
 from experiments.results import Result, append, read
 from experiments.sweep import cells, selected
 
@@ -117,6 +117,16 @@ def test_an_unwritable_workdir(tmp_path):
     code, text = run(tmp_path)
     assert code == 1
     assert "cannot write to the workdir" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("sweep_quick", 8), ("sweep_reference", 65), ("sweep_gpu", 60)]
+)
+def test_a_shipped_sweep(name, number):
+    file = ROOT / f"configs/{name}.py"
+    command = f"python -m experiments.sweep --config=configs/{name}.py --workdir=runs/sweep"
+    assert command in file.read_text()
+    assert len(cells(load(str(file)))) == number
 
 
 def test_shards_share_the_cells():
