@@ -42,8 +42,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
             ],
             ["| plain JAX |", "| 8 images at a time, pool1 saved |"],
         ),
+        (
+            ["experiments.largest", "--model=alexnet", "--budget=40MB", "--policy=plain"],
+            ["| plain | 2", "alexnet, batch 1, float32, within 38.1 MiB"],
+        ),
     ],
-    ids=["grids", "schedules"],
+    ids=["grids", "schedules", "largest"],
 )
 def test_program(arguments, words):
     done = run(*arguments)

@@ -1,0 +1,152 @@
+"""The largest image that trains within a budget of memory, per policy.
+
+    python -m experiments.largest --model=vgg16 --budget=16GiB --dtype=bfloat16
+
+Nothing is run: steps are compiled, and the compiled bytes are read. Sizes are searched by bisection
+to within 2 %; far from the budget the predicted bytes decide, near it the compiled ones, and the
+size that is printed was compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+import jaxtile
+import models
+import policies
+from policies import format_bytes
+
+from .problems import problem, shape_of
+from .step import predicted_bytes
+
+_MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
+_BUDGET = flags.DEFINE_string("budget", "16GiB", "bytes of the compiled step")
+_POLICY = flags.DEFINE_multi_string(
+    "policy", ["plain", "sqrt", "recompute_all", "budget"], "policies; `budget` is the planner"
+)
+_DTYPE = flags.DEFINE_string("dtype", "float32", "type of weights and activations")
+_BATCH = flags.DEFINE_integer("batch", 1, "images")
+_MOST = flags.DEFINE_integer("most", 2**17, "no image is larger than this")
+
+_FAR = 1.3  # times the budget, or its inverse: predictions are not that wrong
+_CLOSE = 1.02
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    try:
+        budget = policies.parse_bytes(_BUDGET.value)
+        jnp.dtype(_DTYPE.value)
+        for policy in _POLICY.value:
+            if policy not in ("plain", "budget"):
+                policies.resolve(policy)
+    except (ValueError, TypeError) as error:
+        sys.exit(f"error: {error}")
+    lines = ["| policy | largest image | megapixels | compiled bytes |", "|---|---|---|---|"]
+    for policy in _POLICY.value:
+        size = largest(lambda n: fits(policy, n, budget), accepted, _MOST.value)
+        if size is None:
+            lines.append(f"| {policy} | none | | |")
+            continue
+        total = compiled(policy, size, budget)
+        while total > budget:  # the prediction was wrong, after all
+            size = accepted(int(size / _CLOSE))
+            total = compiled(policy, size, budget)
+        pixels = _BATCH.value * size * size / 1e6
+        lines.append(f"| {policy} | {size} x {size} | {pixels:.3g} | {total:,} |")
+        print(lines[-1], file=sys.stderr, flush=True)
+    device = jax.devices()[0].device_kind
+    print(
+        "\n".join(lines) + f"\n\n{_MODEL.value}, batch {_BATCH.value}, {_DTYPE.value}, within "
+        f"{format_bytes(budget)}; {device}, jax {jax.__version__}"
+    )
+
+
+def largest(
+    fits: Callable[[int], bool], accepted: Callable[[int], int | None], most: int
+) -> int | None:
+    """The largest accepted size that fits, to within 2 %; None if none does.
+
+    Args:
+      fits: whether an accepted size does; if one does, so do smaller ones.
+      accepted: the largest size up to a number that the model takes.
+      most: where the search ends.
+
+    >>> largest(lambda n: n <= 1000, lambda n: n // 8 * 8 or None, 10_000)
+    1000
+    """
+    fitting, size = None, 64
+    while True:
+        candidate = accepted(min(size, most))
+        if candidate is not None and not fits(candidate):
+            break
+        fitting = fitting if candidate is None else candidate
+        if size >= most:
+            return fitting
+        size *= 2
+    if fitting is None:
+        return None
+    too_large = candidate
+    while too_large > fitting * _CLOSE:
+        candidate = accepted((fitting + too_large) // 2)
+        if candidate is None or candidate <= fitting:
+            break
+        if fits(candidate):
+            fitting = candidate
+        else:
+            too_large = candidate
+    last = accepted(too_large - 1)
+    return last if last is not None and last > fitting and fits(last) else fitting
+
+
+def accepted(n: int) -> int | None:
+    """The largest size up to `n` that the model takes, among the 64 before it."""
+    for size in range(n, max(0, n - 64), -1):
+        try:
+            problem(_MODEL.value, _shape(size), jnp.dtype(_DTYPE.value), abstract=True)
+            return size
+        except ValueError:
+            continue
+    return None
+
+
+def fits(policy: str, size: int, budget: int) -> bool:
+    print(f"{policy}, {size} pixels", file=sys.stderr, flush=True)
+    if policy != "budget":
+        predicted = predicted_bytes(_traced(policy, size))
+        if not budget / _FAR < predicted < budget * _FAR:
+            return predicted <= budget
+    try:
+        return compiled(policy, size, budget) <= budget
+    except policies.BudgetError:
+        return False
+
+
+def compiled(policy: str, size: int, budget: int) -> int:
+    """Bytes of the compiled step."""
+    if policy != "budget":
+        return jaxtile.Bytes.of(_traced(policy, size).lower().compile()).total
+    found = problem(_MODEL.value, _shape(size), jnp.dtype(_DTYPE.value), abstract=True)
+    plan = policies.plan(found.loss, *found.arguments, in_axes=found.in_axes, budget=budget)
+    return plan.measured_bytes
+
+
+def _traced(policy: str, size: int):
+    found = problem(_MODEL.value, _shape(size), jnp.dtype(_DTYPE.value), abstract=True)
+    loss = found.loss
+    if policy != "plain":
+        loss = jaxtile.checkpoint(loss, in_axes=found.in_axes, policy=policies.resolve(policy))
+    return jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*found.arguments)
+
+
+def _shape(size: int) -> tuple[int, ...]:
+    return shape_of(_MODEL.value, _BATCH.value, size)
+
+
+if __name__ == "__main__":
+    app.run(main)
