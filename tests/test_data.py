@@ -8,14 +8,13 @@ import types
 import hypothesis
 import numpy as np
 import pytest
+import tifffile
+from PIL import Image as pillow
 from hypothesis import strategies
 
 from experiments import data
 from experiments.data import DataError, _folder, _synthetic
 from experiments.images import ImageError
-
-tifffile = pytest.importorskip("tifffile")
-pillow = pytest.importorskip("PIL.Image")
 
 
 def load(split="train", label_size=None, seed=0, **changed):

@@ -7,15 +7,13 @@ import zlib
 import hypothesis
 import numpy as np
 import pytest
+import tifffile
+import tensorstore
+from PIL import Image as pillow
 from hypothesis import strategies
 
 from experiments import images
 from experiments.images import ImageError, _open, _tiff, create_image, open_image
-
-tifffile = pytest.importorskip("tifffile")
-pytest.importorskip("imagecodecs")
-pillow = pytest.importorskip("PIL.Image")
-tensorstore = pytest.importorskip("tensorstore")
 
 
 def values(*shape, dtype=np.uint8):
