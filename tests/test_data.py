@@ -9,8 +9,8 @@ import hypothesis
 import numpy as np
 import pytest
 import tifffile
-from PIL import Image as pillow
 from hypothesis import strategies
+from PIL import Image as pillow
 
 from experiments import data
 from experiments.data import DataError, _folder, _synthetic

@@ -7,10 +7,10 @@ import zlib
 import hypothesis
 import numpy as np
 import pytest
-import tifffile
 import tensorstore
-from PIL import Image as pillow
+import tifffile
 from hypothesis import strategies
+from PIL import Image as pillow
 
 from experiments import images
 from experiments.images import ImageError, _open, _tiff, create_image, open_image
