@@ -17,7 +17,7 @@ from experiments.checkpoints import Checkpoints
 from experiments.task import load_trained
 
 ROOT = pathlib.Path(__file__).parent.parent
-STEPS = 40
+STEPS = 120
 
 
 def command(workdir: pathlib.Path, *more: str) -> list[str]:
@@ -85,7 +85,7 @@ def test_a_run(uninterrupted):
     assert [line["step"] for line in train] == list(range(1, STEPS + 1))
     assert all(np.isfinite(line["loss"]) for line in train)
     evaluations = [line for line in lines if line.get("split") == "eval"]
-    assert [line["step"] for line in evaluations] == [15, 30, 40]
+    assert [line["step"] for line in evaluations] == [45, 90, 120]
     assert len(evaluations[0]["iou"]) == 2
     summary = json.loads((uninterrupted / "summary.json").read_text())
     assert 0 < summary["bytes"]["compiled"] < summary["bytes"]["plain_compiled"]
@@ -115,13 +115,13 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path
         lambda: steps_written(tmp_path) >= goal,
     ]
     for moment in moments:
-        goal = chance.randrange(20, 39)
+        goal = chance.randrange(50, 110)
         process = launch(tmp_path)
         when(process, moment)
         process.kill()
         process.communicate()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 39, "lo')  # as if the kill had come in the middle of a line
+        file.write('{"step": 111, "lo')  # as if the kill had come in the middle of a line
     code, text = run(tmp_path)
     assert code == 0, text
     assert final(tmp_path) == final(uninterrupted)
@@ -130,7 +130,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_run_goes_on(uninterrupted, tmp_path, number):
     process = launch(tmp_path)
-    when(process, lambda: steps_written(tmp_path) >= 10)
+    when(process, lambda: steps_written(tmp_path) >= 30)
     process.send_signal(number)
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + number, text
@@ -146,7 +146,7 @@ def test_a_signal_saves_and_the_run_goes_on(uninterrupted, tmp_path, number):
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_path):
     process = launch(tmp_path)
-    when(process, lambda: (tmp_path / "checkpoints/24").exists())
+    when(process, lambda: (tmp_path / "checkpoints/48").exists())
     process.kill()
     process.communicate()
     newest = max((tmp_path / "checkpoints").glob("[0-9]*"), key=lambda p: int(p.name))
@@ -157,14 +157,14 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_pa
     code, text = run(tmp_path)
     assert code == 0, text
     assert f"checkpoint of step {newest.name} is damaged" in text
-    assert f"going on from the checkpoint of step {int(newest.name) - 8}" in text
+    assert f"going on from the checkpoint of step {int(newest.name) - 24}" in text
     assert final(tmp_path) == final(uninterrupted)
 
 
 def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
-    checkpoints.save(8, {"a": np.ones(3)}, {})
-    (tmp_path / "checkpoints/8/record/metadata").write_text("{")
+    checkpoints.save(24, {"a": np.ones(3)}, {})
+    (tmp_path / "checkpoints/24/record/metadata").write_text("{")
     code, text = run(tmp_path)
     assert code == 1
     assert "all checkpoints" in text
@@ -230,7 +230,7 @@ def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
         ("--config.data.size=33", ["UNet", "33"]),
         ("--config.data.kind=textures", ["segments", "classes"]),
         ("--config.model.depth=-1", ["depth"]),
-        ("--config.train.warmup_steps=40", ["warmup_steps", "40"]),
+        ("--config.train.warmup_steps=120", ["warmup_steps", "120"]),
         ("--config.data.size=0", ["`size` must be given"]),
         ("--config.policy=offload:nosuch", ["'nosuch'"]),
     ],

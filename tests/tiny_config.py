@@ -9,10 +9,10 @@ def get_config():
     config.data.size = 32
     config.data.train_images = 8
     config.data.eval_images = 3
-    config.train.steps = 40
+    config.train.steps = 120
     config.train.batch_size = 2
     config.train.ema = 0.9
-    config.eval.every = 15
+    config.eval.every = 45
     config.eval.batch_size = 2
-    config.checkpoint.every = 8
+    config.checkpoint.every = 24
     return config
