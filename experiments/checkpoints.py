@@ -98,6 +98,11 @@ class Checkpoints:
         )
         self._manager.wait_until_finished()
 
+    def forget_after(self, step: int) -> None:
+        """Remove those of later steps: a run that goes on from here comes to them again."""
+        for later in [s for s in self._manager.all_steps() if s > step]:
+            self._manager.delete(later)
+
     def restore(self) -> Restored | None:
         """The newest one that is whole; None if there is none at all."""
         steps = sorted(self._manager.all_steps(), reverse=True) if self._manager else []

@@ -95,6 +95,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
 
     state = jax.tree.map(jnp.asarray, state)
     workdir.rewind(done)
+    best.forget_after(done)
 
     def save() -> None:
         workdir.sync()
