@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -18,7 +17,7 @@ import policies
 from policies import format_bytes
 
 from .config import ConfigError
-from .task import IGNORED, Counts, Task, Weights, metrics
+from .task import Counts, Task, Weights, metrics
 
 _SMALLEST_TILE = 128  # pixels along a side: below, tiles are mostly halo
 
@@ -200,9 +199,7 @@ class Program:
         """Metrics over all batches."""
         found: list[Counts] = []
         for batch in batches:
-            labels = np.array(batch.labels)
-            labels[batch.count :] = IGNORED if labels.dtype == np.uint8 else -1
-            found.append(jax.device_get(self._evaluate(weights, batch.images, labels)))
+            found.append(jax.device_get(self._evaluate(weights, batch.images, batch.labels)))
         return metrics(found)
 
     def memory_text(self) -> str:

@@ -25,8 +25,9 @@ from jaxtile import ops
 
 from .checkpoints import CheckpointError, Checkpoints, unflatten
 from .config import ConfigError
+from .data import IGNORED
 
-IGNORED = 255  # of a mask: positions that do not count
+_MOST_COUNTED = 2**32  # positions of a batch: they are counted with 32 bits
 
 
 class Weights(NamedTuple):
@@ -137,6 +138,11 @@ class Task:
 
     def evaluation(self, shape: tuple[int, ...], tile: int) -> Any:
         """`counts` on images of this shape, in tiles of about so many pixels along a side."""
+        if math.prod(shape[:3]) >= _MOST_COUNTED:
+            raise ConfigError(
+                f"a batch of {shape[0]} x {shape[1]} x {shape[2]} pixels is too large to be "
+                "evaluated: it must have less than 2**32. Set `eval.batch_size` or `data.size`"
+            )
         return self._tiled(self.counts, shape, tile, self.in_axes(1))
 
     def prediction(self, shape: tuple[int, ...], tile: int) -> Any:

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
         sys.exit(train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value))
     except KeyboardInterrupt:
         sys.exit("stopped at once; the same command goes on from the last checkpoint, if any")
-    except (ConfigError, ImageError, data.DataError, CheckpointError, Stopped) as error:
+    except (ConfigError, ImageError, CheckpointError, Stopped) as error:
         sys.exit(f"error: {error}")
 
 
@@ -174,8 +174,10 @@ def load_data(task: Task) -> tuple[data.Dataset, data.Dataset]:
     if task.segments:
         sizes = [tuple(map(task.output_size, d.shape[:2])) for d in found]
         found = [
-            data.load(config.data, split, seed=config.seed, label_size=size)
-            for split, size in zip(("train", "eval"), sizes, strict=True)
+            dataset
+            if size == dataset.label_shape
+            else data.load(config.data, split, seed=config.seed, label_size=size)
+            for dataset, split, size in zip(found, ("train", "eval"), sizes, strict=True)
         ]
     return found[0], found[1]
 

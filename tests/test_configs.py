@@ -71,6 +71,7 @@ def test_a_field_of_the_wrong_type(tmp_path):
         ("data.mean", (0.1, 0.2)),
         ("data.channels", 2),
         ("dtype", "int8"),
+        ("dtype", "float16"),
         ("policy", "budget:lots"),
         ("seed", -1),
         ("data.kind", "folder"),

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.config import base
+from experiments.config import ConfigError, base
 from experiments.task import Counts, Task, metrics
 
 
@@ -52,6 +52,11 @@ def test_metrics_by_their_definition_in_tiles_or_not(task):
     assert found["mean_iou"] == pytest.approx(np.mean([v for v in iou if v is not None]))
     for name, value in metrics(tiled).items():
         assert value == pytest.approx(found[name], rel=1e-5), name
+
+
+def test_more_positions_than_can_be_counted(task):
+    with pytest.raises(ConfigError, match=r"65536 x 65536.*2\*\*32"):
+        task.evaluation((1, 65536, 65536, 1), 1024)
 
 
 def test_batches_count_by_their_positions():
