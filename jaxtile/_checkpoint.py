@@ -12,10 +12,12 @@ from . import _calls as _calls
 from ._errors import TilingError
 from ._graph import Policy, build
 from ._loop import Loop
+from ._mesh import Devices, automatic, devices_of
 from ._outline import GraphPolicy, apply, outlined
-from ._recompute import Whole, evaluate, run, to_host
+from ._recompute import Recomputed, Whole, evaluate, run, to_host
 from ._regions import Region, Schedule, schedule
-from ._targets import WHOLE, Tiles
+from ._sharded import Sharded
+from ._targets import WHOLE, Grid, Tiles
 from ._tile import lookup
 from ._trace import Traced, inside, trace
 from ._values import Value
@@ -27,6 +29,8 @@ def checkpoint(
     in_axes: Any,
     tiles: Tiles = WHOLE,
     policy: Policy | GraphPolicy | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    mesh_axes: Sequence[str | None] | None = None,
 ) -> Callable[..., Any]:
     """Evaluate and differentiate `fun` tile by tile, with exact halos.
 
@@ -77,18 +81,31 @@ def checkpoint(
     def tiled(*args: Any, **kwargs: Any) -> Any:
         if inside.value:
             return fun(*args, **kwargs)
-        plan, traced = scheduled(fun, args, kwargs, in_axes, tiles, policy)
-        return jax.tree.unflatten(traced.out_tree, execute(plan, traced.arguments))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        out_tree = None
+
+        def run(*leaves):
+            nonlocal out_tree
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            plan, traced = scheduled(fun, args, kwargs, in_axes, tiles, policy, mesh, mesh_axes)
+            out_tree = traced.out_tree
+            return execute(plan, traced.arguments), plan.specs
+
+        results = run(*leaves)[0] if mesh is None else automatic(run, leaves)
+        return jax.tree.unflatten(out_tree, results)
 
     return tiled
 
 
-def scheduled(fun, args, kwargs, in_axes, tiles: Tiles, policy) -> tuple[Schedule, Traced]:
+def scheduled(
+    fun, args, kwargs, in_axes, tiles: Tiles, policy, mesh=None, mesh_axes=None
+) -> tuple[Schedule, Traced]:
     """The schedule for these arguments, and the traced function."""
     traced = trace(fun, args, kwargs, in_axes)
+    devices = devices_of(mesh, mesh_axes, traced.rank)
     if not hasattr(policy, "choose"):
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
-        return schedule(graph, tiles, traced.rank), traced
+        return schedule(graph, tiles, traced.rank, devices), traced
     view, values, graph = outlined(traced)
     grids = apply(policy.choose(view), values)
     if isinstance(tiles, Mapping):
@@ -96,31 +113,54 @@ def scheduled(fun, args, kwargs, in_axes, tiles: Tiles, policy) -> tuple[Schedul
             f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "
             "to everything that the policy recomputes whole"
         )
-    grids = {key: tiles if grid == WHOLE else grid for key, grid in grids.items()}
-    return schedule(graph, grids, traced.rank), traced
+    grids = {
+        key: tiles if grid == WHOLE else _per_device(grid, devices) for key, grid in grids.items()
+    }
+    return schedule(graph, grids, traced.rank, devices), traced
+
+
+def _per_device(grid: Grid, devices: Devices | None) -> Grid:
+    """A policy chooses tiles for whole arrays; on a mesh, tiles stay as large as it wants them."""
+    if devices is None or not isinstance(grid, tuple):
+        return grid
+    return tuple(-(-n // devices.count(axis)) for axis, n in enumerate(grid))
 
 
 def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     """Run the regions and the global equations in order."""
+    devices = plan.devices
     env: dict[Value, Any] = dict(zip(plan.graph.inputs, map(jax.numpy.asarray, flat), strict=True))
+    if devices is not None:
+        env = {v: devices.split(x, v.axes) for v, x in env.items()}
     hosted: dict[Value, jax.Array] = {}
+
+    def whole(value: Value) -> Any:
+        """A value that no region reads by window; on a mesh, tiled values are held as blocks."""
+        array, x = value.array, lookup(env, value.array)
+        return x if devices is None else devices.join(x, array.aval.shape, array.axes)
+
     for step in plan.steps:
         if not isinstance(step, Region):
-            operands = [lookup(env, v.array) for v in step.inputs]
+            operands = [whole(v) for v in step.inputs]
             env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
             continue
-        if step.grid is None:
+        if step.grid is None and devices is None:
             # What these equations compute is held anyway, so other such regions use it too.
             results = evaluate(step, env)
         else:
-            body = Loop(step) if step.tiled else Whole(step)
-            inputs, globals_ = (
-                [lookup(env, v.array) for v in values] for values in (step.inputs, step.globals)
-            )
+            body = _body(step)
+            inputs = [lookup(env, v.array) for v in step.inputs]
+            globals_ = [whole(v) for v in step.globals]
             results = run(body, inputs, globals_, [hosted.get(v.array) for v in step.inputs])
         env.update(zip((t.result for t in step.targets), results, strict=True))
         hosted |= {t.value: to_host(env[t.value]) for t in step.targets if t.offloaded}
-    return [_as_array(lookup(env, v.array)) for v in plan.graph.outputs]
+    return [_as_array(whole(v)) for v in plan.graph.outputs]
+
+
+def _body(region: Region) -> Recomputed:
+    if region.devices is not None:
+        return Sharded(region)
+    return Loop(region) if region.tiled else Whole(region)
 
 
 def _as_array(x: Any) -> jax.Array:

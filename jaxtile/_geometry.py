@@ -101,15 +101,20 @@ class Window:
         return f"Window(axis={self.axis}, starts={self.starts.tolist()}, size={self.size})"
 
 
-def partition(axis: int, length: int, tiles: int) -> Window:
-    """`tiles` windows of equal size that cover `[0, length)`.
+def partition(axis: int, length: int, tiles: int, devices: int = 1) -> Window:
+    """`tiles` windows of equal size that cover `[0, length)`; or that many on each device.
 
     Where the length does not divide, neighbours share one position; it belongs to the later one.
+    Devices have blocks as if they were tiles, and their tiles lie inside their blocks.
 
     >>> partition(0, 10, 4)
     Window(axis=0, starts=[0, 2, 5, 7], size=3)
+    >>> partition(0, 10, 2, devices=4)
+    Window(axis=0, starts=[0, 1, 2, 3, 5, 6, 7, 8], size=2)
     """
-    return Window(axis, np.arange(tiles, dtype=np.int64) * length // tiles, -(-length // tiles))
+    blocks, size = np.arange(devices, dtype=np.int64) * length // devices, -(-length // devices)
+    inside = np.arange(tiles, dtype=np.int64) * size // tiles
+    return Window(axis, (blocks[:, None] + inside).reshape(-1), -(-size // tiles))
 
 
 def owned(window: Window, length: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from jax import lax
 
 from ._geometry import owned
 from ._recompute import fill_in, like, select, zero_cotangent, zeros_after
-from ._regions import Region, target_windows
+from ._regions import Region
 from ._rules import Windows
 from ._rules._reductions import accumulation_dtype, masked
 from ._targets import Target
@@ -34,30 +34,41 @@ Array = jax.Array
 class Loop:
     """The function of a region: whole arrays of inputs and globals to whole arrays of results."""
 
+    scan = staticmethod(lax.scan)
+
     def __init__(self, region: Region):
         assert region.plan is not None
-        assert region.grid is not None
         self.region, self.plan = region, region.plan
         table = self.plan.table
         self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
-        tiles = {v: target_windows(v, region.grid) for t in region.targets for v in t.operands}
+        self.tiles = {v: region.windows(v) for t in region.targets for v in t.operands}
         # The operand of a reduction may be held on a larger window, for other readers in the tile.
-        self.cuts = {v: Cut.of(table, self.plan.windows[v], w, 0) for v, w in tiles.items()}
-        self.ownership = {v: self._ownership(v, w) for v, w in tiles.items()}
+        self.cuts = {v: Cut.of(table, self.plan.windows[v], w, 0) for v, w in self.tiles.items()}
+        self.ownership = {v: self._ownership(v, w) for v, w in self.tiles.items()}
         self.result_slots = [
-            self._slots(t.result, _result_windows(t, [tiles[v] for v in t.operands]))
+            self._slots(t.result, _result_windows(t, [self.tiles[v] for v in t.operands]))
             for t in region.targets
         ]
-        self.rows = table.rows(region.grid)
+        self.rows = table.rows(region.split)
 
     def _slots(self, value: Value, windows: Windows):
         """Per dimension, the start of each tile's window and its size."""
-        shape = value.aval.shape
+        shape = self.shape(value)
         add = self.plan.table.add
         return [
-            (add(windows[d].axis, windows[d].starts), windows[d].size) if d in windows else (0, n)
+            (add(windows[d].axis, windows[d].starts - self.origin(value, d)), windows[d].size)
+            if d in windows
+            else (0, n)
             for d, n in enumerate(shape)
         ]
+
+    def shape(self, value: Value) -> Sequence[int]:
+        """Of an input or a result, as this loop sees it."""
+        return value.aval.shape
+
+    def origin(self, value: Value, dim: int) -> np.ndarray | int:
+        """The position of its first element, for each tile."""
+        return 0
 
     def _ownership(self, value: Value, windows: Windows):
         """Where tiles overlap: dimension, and how many leading positions each tile owns."""
@@ -68,13 +79,15 @@ class Loop:
             if (n != w.size).any()
         ]
 
-    def forward(self, inputs, globals_) -> tuple[list[Array], tuple]:
+    def forward(self, inputs, globals_, wanted=None) -> tuple[list[Array], tuple]:
+        return self.finished(*self.accumulate(inputs, globals_, jnp.asarray(self.rows)))
+
+    def accumulate(self, inputs, globals_, rows) -> tuple[list[tuple[Array, ...]], list]:
+        """Per target its value, or the state of a reduction; and what each tile remembers."""
         targets = self.region.targets
         zeros = zeros_after([*inputs, *globals_])
         carry = [
-            t.reduction.reduction.start()
-            if t.reduction
-            else (zeros(t.value.aval.shape, t.value.aval.dtype),)
+            self._start(t) if t.reduction else (zeros(self.shape(t.value), t.value.aval.dtype),)
             for t in targets
         ]
 
@@ -90,7 +103,17 @@ class Loop:
                     remembered.append(target.reduction.reduction.remember(share))
             return new, remembered
 
-        states, remembered = lax.scan(body, carry, jnp.asarray(self.rows))
+        return self.scan(body, carry, rows)
+
+    def _start(self, target: Target) -> tuple[Array, ...]:
+        """The state of a reduction before the first tile: the same number everywhere."""
+        shape = self.shape(target.result)
+        state = target.reduction.reduction.start()
+        return tuple(lax.slice(s, (0,) * s.ndim, shape) if s.shape != shape else s for s in state)
+
+    def finished(self, states, remembered) -> tuple[list[Array], tuple]:
+        """The results, and what the backward loop must know."""
+        targets = self.region.targets
         results = [
             s[0] if t.reduction is None else t.reduction.reduction.finish(s)
             for t, s in zip(targets, states, strict=True)
@@ -116,63 +139,77 @@ class Loop:
         return tuple(_write(s, m, slots, row) for s, m in zip(state, merged, strict=True))
 
     def backward(self, inputs, globals_, kept, cotangents, wanted):
+        rows = jnp.asarray(self.rows)
+        sums, totals = self.pull(inputs, globals_, kept, cotangents, wanted, rows)
+        return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
+
+    def pull(self, inputs, globals_, kept, cotangents, wanted, rows):
+        """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
         kept, remembered = kept
-        want_inputs, want_globals = wanted
-        targets = self.region.targets
         zeros = zeros_after([c for c in cotangents if c is not None])
-        sums = [
-            zeros(x.shape, self._sum_dtype(x, slots))
-            for x, slots in zip(
-                select(inputs, want_inputs), select(self.input_slots, want_inputs), strict=True
-            )
-        ]
-        totals = [
-            zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, want_globals)
-        ]
+        carry = self._sums(inputs, globals_, wanted, len(rows), zeros)
 
         def body(carry, xs):
-            row, remembered, states = list(xs[0]), iter(xs[1]), iter(kept)
-            windows = self._windows(inputs, row)
+            row, remembered = list(xs[0]), xs[1]
+            values, pull = self.tile(inputs, globals_, wanted, row)
+            shares = self.cotangent_shares(values, kept, remembered, cotangents, row)
+            return self._added(carry, pull(shares), wanted, row), None
 
-            def tile(diff_windows, diff_globals):
-                return self._evaluate(
-                    fill_in(windows, want_inputs, diff_windows),
-                    fill_in(globals_, want_globals, diff_globals),
-                    row,
-                )
+        return self.scan(body, carry, (rows, remembered))[0]
 
-            values, pull = jax.vjp(
-                tile, select(windows, want_inputs), select(globals_, want_globals)
+    def tile(self, inputs, globals_, wanted, row):
+        """The operands of each target in one tile, and their pullback to what is wanted."""
+        want_inputs, want_globals = wanted
+        windows = self._windows(inputs, row)
+
+        def evaluate(some_windows, some_globals):
+            return self._evaluate(
+                fill_in(windows, want_inputs, some_windows),
+                fill_in(globals_, want_globals, some_globals),
+                row,
             )
-            shares = []
-            for k, (target, operands) in enumerate(zip(targets, values, strict=True)):
-                mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
-                if cotangents[k] is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
-                    shares.append([zero_cotangent(x) for x in operands])
-                    continue
-                own = self._owned(target, row)
-                share = [window(cotangents[k], self.result_slots[k], row)]
-                if target.reduction is not None:
-                    state = tuple(window(s, self.result_slots[k], row) for s in state)
-                    share = target.reduction.reduction.pullback(
-                        operands, own, mine, state, share[0]
-                    )
-                shares.append([masked(x, mask, 0) for x, mask in zip(share, own, strict=True)])
-            from_windows, from_globals = pull(shares)
-            sums, totals = carry
-            slots = select(self.input_slots, want_inputs)
-            sums = [
-                _add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)
-            ]
-            totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
-            return (sums, totals), None
 
-        (sums, totals), _ = lax.scan(body, (sums, totals), (jnp.asarray(self.rows), remembered))
-        return like(inputs, want_inputs, sums), like(globals_, want_globals, totals)
+        return jax.vjp(evaluate, select(windows, want_inputs), select(globals_, want_globals))
 
-    def _sum_dtype(self, x: Array, slots):
+    def cotangent_shares(self, values, kept, remembered, cotangents, row) -> list[list[Array]]:
+        """The cotangents of the operands of each target in one tile: what belongs to the tile."""
+        shares = []
+        remembered, states = iter(remembered), iter(kept)
+        for k, (target, operands) in enumerate(zip(self.region.targets, values, strict=True)):
+            mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
+            if cotangents[k] is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
+                shares.append([zero_cotangent(x) for x in operands])
+                continue
+            own = self._owned(target, row)
+            share = [window(cotangents[k], self.result_slots[k], row)]
+            if target.reduction is not None:
+                state = tuple(window(s, self.result_slots[k], row) for s in state)
+                share = target.reduction.reduction.pullback(operands, own, mine, state, share[0])
+            shares.append([masked(x, mask, 0) for x, mask in zip(share, own, strict=True)])
+        return shares
+
+    def _sums(self, inputs, globals_, wanted, tiles: int, zeros):
+        """What the cotangents of the wanted inputs and globals are added up in."""
+        sums = [
+            zeros(x.shape, self._sum_dtype(x, slots, tiles))
+            for x, slots in zip(
+                select(inputs, wanted[0]), select(self.input_slots, wanted[0]), strict=True
+            )
+        ]
+        totals = [zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, wanted[1])]
+        return sums, totals
+
+    def _added(self, carry, pulled, wanted, row):
+        (sums, totals), (from_windows, from_globals) = carry, pulled
+        slots = select(self.input_slots, wanted[0])
+        sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]
+        totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
+        return sums, totals
+
+    @staticmethod
+    def _sum_dtype(x: Array, slots, tiles: int):
         """What many tiles read, not just neighbours, has a sum over tiles as its cotangent."""
-        times_read = math.prod(size for _, size in slots) * self.region.tiles / max(1, x.size)
+        times_read = math.prod(size for _, size in slots) * tiles / max(1, x.size)
         return accumulation_dtype(x.dtype) if times_read > 8 else x.dtype
 
     def _windows(self, inputs, row):
@@ -192,7 +229,7 @@ class Loop:
         return [self._mask(v, row) for v in target.operands]
 
     def _mask(self, value: Value, row) -> Array | None:
-        windows = target_windows(value, self.region.grid)
+        windows = self.tiles[value]
         shape = [windows[d].size if d in windows else n for d, n in enumerate(value.aval.shape)]
         mask = None
         for d, slot in self.ownership[value]:

@@ -29,8 +29,13 @@ RECOMPUTED = "rematted_computation"
 class Recomputed(Protocol):
     """How a region is computed, and its derivative."""
 
-    def forward(self, inputs: Sequence[Array], globals_: Sequence[Array]) -> tuple[Any, Any]:
-        """The results, and what the backward pass cannot compute again."""
+    def forward(
+        self, inputs: Sequence[Array], globals_: Sequence[Array], wanted: Any = None
+    ) -> tuple[Any, Any]:
+        """The results, and what the backward pass cannot compute again.
+
+        `wanted` is what it will want the cotangents of; None: there is none.
+        """
         ...
 
     def backward(self, inputs, globals_, kept, cotangents, wanted) -> tuple[Any, Any]:
@@ -60,7 +65,7 @@ def _forward(body: Recomputed, inputs, globals_, hosted):
         (inputs, globals_),
         is_leaf=_is_primal,
     )
-    results, kept = body.forward(*values)
+    results, kept = body.forward(*values, wanted)
     hosted = [None if h is None else h.value for h in hosted]
     on_device = [x if h is None else None for x, h in zip(values[0], hosted, strict=True)]
     return results, (on_device, hosted, values[1], kept, _Static(wanted))
@@ -85,7 +90,7 @@ class Whole:
     def __init__(self, region: Region):
         self.region = region
 
-    def forward(self, inputs, globals_):
+    def forward(self, inputs, globals_, wanted=None):
         return self._evaluate(inputs, globals_), ()
 
     def backward(self, inputs, globals_, kept, cotangents, wanted):

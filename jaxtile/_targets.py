@@ -21,6 +21,7 @@ from types import EllipsisType
 from typing import Literal
 
 from ._errors import TilingError, describe
+from ._mesh import Devices
 from ._rules._elementwise import Elementwise
 from ._values import Graph, Node, Value
 
@@ -79,8 +80,10 @@ class Target:
 class Targets:
     """All targets of a graph, in topological order, with their grids, equations and levels."""
 
-    def __init__(self, graph: Graph, tiles: Tiles, rank: int):
-        self._tiles, self._rank = tiles, rank
+    def __init__(self, graph: Graph, tiles: Tiles, rank: int, devices: Devices | None = None):
+        self._tiles, self._rank, self._devices = tiles, rank, devices
+        # On a mesh what is kept runs in one piece per device, as what is recomputed whole does.
+        self._whole = (WHOLE,) if devices is None else (WHOLE, None)
         self._levels: dict[Value, int] = {}
         self._found: dict[Value, Target] = {}
         self._settled: set[Target] = set()
@@ -90,7 +93,7 @@ class Targets:
             if node.reduction is not None and node.outputs[0] in self.needed:
                 home = homes[node]
                 grid = self._grid(home if home.tiled and home.stored else None)
-                self._add(Target(node.inputs, grid, node, home if grid == WHOLE else None))
+                self._add(Target(node.inputs, grid, node, home if grid in self._whole else None))
             elif node.tiled and node.reduction is None:
                 for value in node.outputs:
                     if value.stored and value.tiled and value in self.needed:
@@ -125,31 +128,31 @@ class Targets:
         if target in self._settled:
             return
         self._settled.add(target)
-        if target.reduction is not None and target.grid != WHOLE:
+        if target.reduction is not None and target.grid not in self._whole:
             target.rides_on = self._carrier(target.reduction)
         if target.rides_on in (None, target.result):
             together = [target, *self._riders(target)]
             inside = frozenset(t.reduction for t in together if t.reduction is not None)
             for each in together:
-                _collect(each, inside if target.grid == WHOLE else frozenset())
+                _collect(each, inside if target.grid in self._whole else frozenset())
             read = [v for each in together for v in (*each.inputs, *each.globals)]
             target.level = max((self.level(v) for v in read), default=0)
         else:
             leader = self._found[target.rides_on]
             self._settle(leader)
             target.level = leader.level
-            if target.grid != WHOLE:
+            if target.grid not in self._whole:
                 target.grid = leader.grid
                 inside = frozenset(t.reduction for t in self._riders(leader))
-                _collect(target, inside if leader.grid == WHOLE else frozenset())
-        target.grid = _fitted(target)
+                _collect(target, inside if leader.grid in self._whole else frozenset())
+        target.grid = _fitted(target, self._devices)
 
     def _riders(self, leader: Target) -> list[Target]:
         """Reductions that are recomputed whole together with this target."""
         return [
             t
             for t in self._found.values()
-            if t.grid == WHOLE and t.rides_on is leader.result and t is not leader
+            if t.grid in self._whole and t.rides_on is leader.result and t is not leader
         ]
 
     def _carrier(self, reduction: Node) -> Value | None:
@@ -284,15 +287,18 @@ def _checked(grid, rank: int, what: str) -> Grid:
     return tuple(int(n) for n in grid)
 
 
-def _fitted(target: Target) -> Grid:
+def _fitted(target: Target, devices: Devices | None) -> Grid:
     """The target's grid.
 
-    What the user cannot name, a reduction or an unnamed value, gets at most one tile per row.
+    What the user cannot name, a reduction or an unnamed value, gets at most one tile per row. On a
+    mesh so does everything: how many rows a device has is not for the user to count.
     """
+    dimensions = [(v, d, a) for v in target.operands for d, a in enumerate(v.axes) if a is not None]
+    if devices is not None:
+        return _fitted_on(devices, target, dimensions)
     if target.grid is None or target.grid == WHOLE:
         return target.grid
     grid = list(target.grid)
-    dimensions = [(v, d, a) for v in target.operands for d, a in enumerate(v.axes) if a is not None]
     for value, d, axis in dimensions:
         length = value.aval.shape[d]
         if grid[axis] > length and target.reduction is None and (value.is_output or value.name):
@@ -309,3 +315,20 @@ def _fitted(target: Target) -> Grid:
                 "cotangent: choose a number of tiles that divides them"
             )
     return tuple(grid)
+
+
+def _fitted_on(devices: Devices, target: Target, dimensions) -> Grid:
+    grid = list(target.grid) if isinstance(target.grid, tuple) else None
+    for value, d, axis in dimensions:
+        length, count = value.aval.shape[d], devices.count(axis)
+        rows = -(-length // count)
+        if grid is not None:
+            grid[axis] = min(grid[axis], rows)
+        tiles = 1 if grid is None else grid[axis]
+        if target.reduction is None and value.whole_cotangent and (length % count or rows % tiles):
+            raise TilingError(
+                f"{tiles} tiles on each of {count} devices along tiled axis {axis} do not divide "
+                f"the {length} rows of the output of a `custom_vjp` function whose backward rule "
+                "is not linear in the cotangent: choose numbers that divide them"
+            )
+    return target.grid if grid is None else tuple(grid)

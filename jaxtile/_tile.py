@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -202,10 +202,12 @@ def plan(
     wanted: Mapping[Value, Windows],
     grid: Mapping[int, int],
     table: Table | None = None,
+    reduce: Callable[[Node, Windows], Step] | None = None,
 ) -> TilePlan:
     """Windows and instructions for the wanted windows.
 
-    `nodes` in topological order; what is not needed is left out.
+    `nodes` in topological order; what is not needed is left out. Reductions over tiled axes are
+    computed elsewhere, or by the steps that `reduce` gives for them.
     """
     demands: dict[Value, list[Windows]] = {value: [windows] for value, windows in wanted.items()}
     windows: dict[Value, Windows] = {}
@@ -224,19 +226,46 @@ def plan(
             }
         return windows[value]
 
+    def view(value: Value) -> None:
+        """A window of a value that is computed inside, but without some of the axes."""
+        base, window = value.base, settle(value)
+        kept = {d: w for d, w in window.items() if base.axes[d] is not None}
+        further = {d: w for d, w in window.items() if base.axes[d] is None}
+
+        def evaluate(scalars, x):
+            for d, start in zip(further, scalars, strict=True):
+                x = lax.dynamic_slice_in_dim(x, start, further[d].size, d)
+            return [x]
+
+        need = Need(kept) if base.tiled else None
+        if base.tiled:
+            demands.setdefault(base, []).append(kept)
+        else:
+            needed_globals.add(base)
+        node = Node(base.node.equation, (base,), (value,))
+        step = Step([need], evaluate, positions=list(further.values()))
+        backwards.append(Instruction(node, step, [need], [], []))
+
     for node in reversed(nodes):
-        if not node.tiled or node.reduction is not None:
+        if reduce is not None:
+            for value in [v for v in demands if v.base in node.outputs]:
+                view(value)
+        if not node.tiled or (node.reduction is not None and reduce is None):
             if any(v in needed_globals or v in wanted for v in node.outputs):
                 backwards.append(node)
                 for v in node.inputs:
                     if not v.tiled:
                         needed_globals.add(v)
             continue
-        if not any(v in demands for v in node.outputs):
+        reduced = node.reduction is not None and node.outputs[0] in needed_globals
+        if not reduced and not any(v in demands for v in node.outputs):
             continue
         out = [settle(v) if v in demands else None for v in node.outputs]
         try:
-            step = node.rule.step(node.equation, out)
+            if node.reduction is not None:
+                step = reduce(node, out[0] or {})
+            else:
+                step = node.rule.step(node.equation, out)
         except Mixes as refusal:
             raise refuse(node.equation, refusal) from None
         reads: list[Need | None] = []

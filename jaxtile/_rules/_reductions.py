@@ -125,6 +125,7 @@ def _spread(x, eqn: Equation, shape):
 @dataclasses.dataclass(frozen=True)
 class Sum(Reduction):
     eqn: Equation
+    adds = True
 
     def start(self):
         aval = self.eqn.out_avals[0]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
@@ -55,10 +55,15 @@ class Equation:
 
     def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
         """Apply the primitive to other operands, with some of its parameters changed."""
-        out = self.primitive.bind(
-            *operands, **self.primitive.get_bind_params({**self.params, **changed})
-        )
-        return list(out) if self.primitive.multiple_results else [out]
+        bind = getattr(find(self.primitive), "bind", _bind)
+        return bind(self.primitive, operands, {**self.params, **changed})
+
+
+def _bind(
+    primitive: Any, operands: Sequence[jax.Array], params: Mapping[str, Any]
+) -> list[jax.Array]:
+    out = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +121,12 @@ class Rule(Protocol):
         """How to accumulate over tiles, if this equation reduces over a tiled axis."""
         return None
 
+    def bind(
+        self, primitive: Any, operands: Sequence[jax.Array], params: Mapping[str, Any]
+    ) -> list[jax.Array]:
+        """Apply the primitive: where JAX's own derivative is slow, with another."""
+        return _bind(primitive, operands, params)
+
     def whole_cotangent(self, eqn: Equation) -> bool:
         """Must the backward rule see each whole cotangent? Then the output is stored."""
         return False
@@ -127,6 +138,9 @@ class Reduction(Protocol):
     A state is a tuple of arrays shaped like the result. Of each operand a tile sees its own share;
     `owned` is False where an element belongs to another tile as well, and None if none does.
     """
+
+    adds: ClassVar[bool] = False
+    """Is merging two states adding them?"""
 
     def start(self) -> tuple[jax.Array, ...]: ...
 
