@@ -45,6 +45,7 @@ def base(model: str, **options: Any) -> ConfigDict:
             # Of activations; weights and optimiser are float32.
             "dtype": "float32",
             "seed": 0,
+            "deterministic": True,  # on a GPU: slower, but going on gives the same bits
             "data": {
                 "kind": "cells",  # cells, textures or folder
                 "path": "",

@@ -60,7 +60,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     check(config)
     workdir = Workdir(path)
     workdir.adopt(config)
-    make_repeatable(workdir.path)
+    make_repeatable(workdir.path, config.deterministic)
     task = Task(config)
     with Refusal():
         train_set, eval_set = load_data(task)
@@ -203,14 +203,16 @@ def batch_shapes(dataset: data.Dataset, size: int) -> tuple[jax.ShapeDtypeStruct
     )
 
 
-def make_repeatable(folder: pathlib.Path) -> None:
+def make_repeatable(folder: pathlib.Path, deterministic: bool) -> None:
     """Keep the compiled programs: a run that goes on runs the same ones, at once.
 
     On a GPU the compiler tries algorithms and takes the fastest, which may differ from time to
-    time; those whose sums have no fixed order are left out. Programs for a CPU are for its kind.
+    time. If the run must be deterministic, those whose sums have no fixed order are left out, and
+    they are often the fastest. Programs for a CPU are for its kind.
     """
-    flag = "--xla_gpu_exclude_nondeterministic_ops=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if deterministic:
+        flag = "--xla_gpu_exclude_nondeterministic_ops=true"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     kind = f"{jax.default_backend()}-{platform.machine()}"
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import math
 import os
 from collections.abc import Iterator
 
@@ -22,6 +23,8 @@ from ..images import ImageError
 from ._dataset import IGNORED, DataError, Dataset
 
 _MOST_THREADS = 16
+_MOST_AHEAD = 2 * 2**30
+"""Bytes of batches that are made ahead of time, if more than two are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +47,20 @@ class Batches:
       batch_size: examples in a batch.
       seed: of the order, the windows and the augmentation.
       start: the first step.
-      prefetch: batches that are made ahead of time, on threads, an example on each; 0: none.
+      prefetch: batches that are made ahead of time, on threads, an example on each; 0: none. By
+        default two, or so many more as keep all threads at work within 2 GiB.
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, seed: int, start: int = 0, prefetch: int = 2
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        seed: int,
+        start: int = 0,
+        prefetch: int | None = None,
     ):
+        if prefetch is None:
+            prefetch = max(2, _ahead(dataset) // max(1, batch_size))
         if batch_size < 1 or start < 0 or prefetch < 0:
             raise ValueError(
                 f"`batch_size` (={batch_size}) must be positive, `start` (={start}) and `prefetch` "
@@ -59,7 +70,7 @@ class Batches:
         self._step, self._prefetch = start, prefetch
         self._order: tuple[int, np.ndarray] = -1, np.empty(0, int)
         self._made: collections.deque[_Made] = collections.deque()
-        threads = min(_MOST_THREADS, os.cpu_count() or 1, batch_size * max(1, prefetch))
+        threads = min(_threads(), batch_size * max(1, prefetch))
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "batches")
         self._closed = False
 
@@ -129,9 +140,9 @@ def evaluation(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
     if batch_size < 1:
         raise ValueError(f"`batch_size` (={batch_size}) must be positive")
     step, examples = 0, []
-    for index in range(len(dataset)):
+    for index, read in enumerate(_in_order(dataset)):
         try:
-            examples.append((*dataset.read(index, None), index))
+            examples.append((*read.result(), index))
         except ImageError as error:
             if dataset.on_bad_file == "error":
                 raise
@@ -146,6 +157,32 @@ def evaluation(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
         yield _stacked(dataset, step, filled, count=len(examples))
     elif step == 0:
         raise DataError(dataset.name(0), f"this and all other {len(dataset) - 1} files are bad")
+
+
+def _in_order(dataset: Dataset) -> Iterator[concurrent.futures.Future]:
+    """Every example, read by threads ahead of time."""
+    ahead = max(2, _ahead(dataset))
+    pool = concurrent.futures.ThreadPoolExecutor(min(_threads(), ahead), "evaluation")
+    waiting: collections.deque[concurrent.futures.Future] = collections.deque()
+    try:
+        for index in range(len(dataset)):
+            waiting.append(pool.submit(dataset.read, index, None))
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _threads() -> int:
+    return min(_MOST_THREADS, os.cpu_count() or 1)
+
+
+def _ahead(dataset: Dataset) -> int:
+    """Examples that keep all threads at work, within the memory for them."""
+    size = math.prod(dataset.shape) + math.prod(dataset.label_shape)
+    return min(_threads(), _MOST_AHEAD // size)
 
 
 def _stacked(dataset: Dataset, step: int, examples: list, count: int | None = None) -> Batch:

@@ -20,6 +20,8 @@ _AREA_PER_CELL = 64 * 64 * 0.45
 """Pixels: about a quarter of the image is cells."""
 _MOST_DRAWN = 4096
 """Pixels along a side of a texture before it repeats: drawing takes 0.1 s a megapixel."""
+_MOST_KEPT = 4 * 2**30
+"""Bytes of drawn images that are kept for the next epoch, if all of them fit."""
 
 
 class _Synthetic(Dataset):
@@ -36,6 +38,19 @@ class _Synthetic(Dataset):
             classes=classes,
             augment=geometry.augment,
         )
+        self._kept: dict[int, tuple[np.ndarray, Any]] = {}
+
+    def _drawn(self, index: int) -> tuple[np.ndarray, Any]:
+        """What `_draw` returns, from memory if it can be."""
+        found = self._kept.get(index)
+        if found is None:
+            found = self._draw(index)
+            if len(self) * sum(x.nbytes for x in found) <= _MOST_KEPT:
+                self._kept[index] = found
+        return found
+
+    def _draw(self, index: int) -> tuple[np.ndarray, Any]:
+        raise NotImplementedError
 
     def _label_shape(self) -> tuple[int, ...]:
         return ()
@@ -62,8 +77,11 @@ class Cells(_Synthetic):
         self.border = self.geometry.border(self.geometry.size)
         return self.geometry.label_size or self.geometry.size
 
+    def _draw(self, index: int) -> tuple[np.ndarray, Any]:
+        return draw_cells(self._generator(index), *self.shape)
+
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
-        image, mask = draw_cells(self._generator(index), *self.shape)
+        image, mask = self._drawn(index)
         (top, left), (height, width) = self.border, self.label_shape
         return image, mask[top : top + height, left : left + width]
 
@@ -76,13 +94,20 @@ class Textures(_Synthetic):
             raise ValueError(f"`classes` (={classes}) must be at least 2")
         super().__init__(*arguments, classes=classes, **keywords)
 
-    def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
+    def _draw(self, index: int) -> tuple[np.ndarray, Any]:
         label = (self.start + index) % self.classes
         height, width, channels = self.shape
         drawn = min(height, _MOST_DRAWN), min(width, _MOST_DRAWN)
         image = draw_texture(self._generator(index), label, self.classes, *drawn, channels)
-        repeats = (-(-height // drawn[0]), -(-width // drawn[1]), 1)
-        return np.tile(image, repeats)[:height, :width], np.int32(label)
+        return image, np.int32(label)
+
+    def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
+        image, label = self._drawn(index)
+        height, width, _ = self.shape
+        if (height, width) == image.shape[:2]:
+            return image, label
+        repeats = (-(-height // image.shape[0]), -(-width // image.shape[1]), 1)
+        return np.tile(image, repeats)[:height, :width], label
 
 
 def draw_cells(

@@ -11,6 +11,7 @@ import numpy as np
 from .._errors import Mixes
 from .._geometry import Stencil, Window
 from ._convolve import convolve
+from ._max_pool import pool
 from ._registry import Axes, Equation, Need, Rule, Step, Windows, forbid, register
 
 
@@ -69,6 +70,9 @@ class Convolution(Rule):
             out[o] = eqn.in_axes[0][i]
         return eqn.in_axes, [tuple(out)]
 
+    def bind(self, primitive, operands, params):
+        return [convolve(*operands, params, in_loop=False)]
+
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
         dims, params = eqn.params["dimension_numbers"], eqn.params
         (out_batch, _, *out_spatial), (batch, _, *spatial) = dims.out_spec, dims.lhs_spec
@@ -92,7 +96,9 @@ class Convolution(Rule):
             need[i], padding[k], produced[o] = slide.need, slide.padding, slide.produced
         return Step(
             [Need(need), None],
-            lambda scalars, lhs, rhs: [convolve(lhs, rhs, {**params, "padding": tuple(padding)})],
+            lambda scalars, lhs, rhs: [
+                convolve(lhs, rhs, {**params, "padding": tuple(padding)}, in_loop=True)
+            ],
             produced=[produced],
         )
 
@@ -143,6 +149,11 @@ class _Pool(Rule):
 @register("reduce_window_max", "reduce_window_min", "reduce_window_sum")
 class Pool(_Pool):
     """Max, min and sum pools."""
+
+    def bind(self, primitive, operands, params):
+        if primitive.name == "reduce_window_sum":
+            return super().bind(primitive, operands, params)
+        return [pool(primitive, *operands, params)]
 
 
 @register("reduce_window")

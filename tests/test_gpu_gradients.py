@@ -1,0 +1,72 @@
+"""The gradients that a GPU gets instead of JAX's own, compared with those, on a CPU."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxtile._rules import _convolve, _max_pool
+
+from .support import normal
+
+
+def params_of(fun, *arguments):
+    """The one equation of `fun`: its primitive and parameters."""
+    (equation,) = jax.make_jaxpr(fun)(*arguments).eqns
+    return equation.primitive, equation.params
+
+
+POOLS = [
+    (window, stride, padding)
+    for window, stride, padding in itertools.product((2, 3), (1, 2, 3), ((0, 0), (1, 0), (1, 2)))
+    if max(padding) < window
+]
+
+
+@pytest.mark.parametrize(("window", "stride", "padding"), POOLS)
+@pytest.mark.parametrize("start, combine", [(-jnp.inf, lax.max), (jnp.inf, lax.min)])
+def test_gradient_of_a_pool(window, stride, padding, start, combine):
+    x = jnp.round(normal(0, 2, 8, 9, 2))  # with ties
+
+    def pool(x):
+        windows, strides = (1, window, 2, 1), (1, stride, 2, 1)
+        pads = ((0, 0), padding, (0, 1), (0, 0))
+        return lax.reduce_window(x, start, combine, windows, strides, pads)
+
+    primitive, params = params_of(pool, x)
+
+    @jax.jit
+    def both(x):
+        y, pull = jax.vjp(pool, x)
+        cotangent = jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)
+        return pull(cotangent)[0], _max_pool._summed(primitive, params, x, cotangent)
+
+    expected, found = both(x)
+    assert jnp.abs(expected).max() > 0
+    assert jnp.abs(found - expected).max() < 1e-12
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4])
+@pytest.mark.parametrize("dilation", [2, 3])
+@pytest.mark.parametrize("padding", [(0, 0), (1, 1), (-1, 2), (3, 0)])
+def test_gradient_of_a_transposed_convolution(kernel, dilation, padding):
+    x, w = normal(0, 2, 7, 8, 3), normal(1, kernel, 2, 3, 4)
+
+    def conv(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (1, 1),
+            (padding, (1, 1)),
+            lhs_dilation=(dilation, 2),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+
+    _, params = params_of(conv, x, w)
+    assert _convolve._is_transposed(params)
+    y, pull = jax.vjp(lambda w: conv(x, w), w)
+    cotangent = jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)
+    found = _convolve._of_strided_kernel(params, x, w, cotangent)
+    assert jnp.abs(found - pull(cotangent)[0]).max() < 1e-11
