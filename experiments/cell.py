@@ -25,15 +25,14 @@ import jaxtile
 import models
 import policies
 
+from . import baselines
 from .problems import Problem, problem, shape_of
 from .step import memory_of_device, predicted_bytes
-
-PLAIN = "plain"
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What is measured. `plain`, as a policy, is the function as it was written."""
+    """What is measured. A policy may also be one of the baselines, as `plain`."""
 
     model: str
     size: int = 0
@@ -41,7 +40,7 @@ class Cell:
     batch: int = 0
     """Images; 0: the reference's."""
     dtype: str = "float32"
-    policy: str = PLAIN
+    policy: str = baselines.PLAIN
     tiles: str = ""
     """As `4x4`: the grid of what the policy recomputes; empty: it is recomputed whole."""
 
@@ -63,12 +62,14 @@ def check(cell: Cell) -> None:
     """Raise a `ValueError` that names the field, if the cell cannot be meant. Nothing runs."""
     if cell.model not in models.names():
         raise ValueError(f"there is no model {cell.model!r}; known are {', '.join(models.names())}")
-    if cell.policy != PLAIN:
+    if cell.policy not in baselines.NAMES:
         policies.resolve(cell.policy)
     if cell.tiles and not all(n.isdigit() and int(n) > 0 for n in cell.tiles.split("x")):
         raise ValueError(f"`tiles` (={cell.tiles!r}) must be numbers, as '4x4'")
-    if cell.tiles and cell.policy == PLAIN:
-        raise ValueError(f"plain JAX has no tiles (={cell.tiles!r}); use the policy recompute_all")
+    if cell.tiles and cell.policy in baselines.NAMES:
+        raise ValueError(
+            f"{cell.policy} has no tiles (={cell.tiles!r}); use the policy recompute_all"
+        )
     if min(cell.size, cell.batch) < 0:
         raise ValueError(f"`size` (={cell.size}) and `batch` (={cell.batch}) must not be negative")
     wrong = _refusal(cell.model, cell.shape, cell.dtype)
@@ -90,8 +91,8 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
     """Times and bytes of a step: loss and gradients of all weights."""
     found = problem(cell.model, cell.shape, jnp.dtype(cell.dtype))
     began = time.perf_counter()
-    loss, plan = _scheduled(cell, found)
-    traced = jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*found.arguments)
+    loss, arguments, plan = _scheduled(cell, found)
+    traced = jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*arguments)
     planned = time.perf_counter() - began
     predicted, began = predicted_bytes(traced), time.perf_counter()
     compiled = traced.lower().compile()
@@ -99,7 +100,7 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
     outputs, seconds = None, []
     for _ in range(warmup + repeats):
         began = time.perf_counter()
-        outputs = jax.block_until_ready(compiled(*found.arguments))
+        outputs = jax.block_until_ready(compiled(*arguments))
         seconds.append(time.perf_counter() - began)
     seconds = seconds[warmup:]
     median = statistics.median(seconds)
@@ -117,30 +118,32 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
         "megapixels_per_second": pixels / median / 1e6,
         "flops_per_second": flops / median,
         "loss": float(outputs[0][0]),
+        "device": jax.devices()[0].device_kind,
         "plan": plan,
     }
-    if compare and cell.policy != PLAIN:
+    if compare and cell.policy != baselines.PLAIN:
         result["gradient_error"] = _error(found, outputs[1])
     return result
 
 
-def _scheduled(cell: Cell, found: Problem) -> tuple[Any, Any]:
-    """The loss under the cell's policy; and the plan of a budget, as JSON."""
-    if cell.policy == PLAIN:
-        return found.loss, None
+def _scheduled(cell: Cell, found: Problem) -> tuple[Any, tuple[Any, ...], Any]:
+    """The loss under the cell's policy, its arguments, and the plan of a budget, as JSON."""
+    if cell.policy in baselines.NAMES:
+        return *baselines.applied(cell.policy, cell.model, found), None
     options = {"tiles": cell.grid()} if cell.tiles else {}
+    plan = None
     if not cell.policy.startswith("budget:"):
         policy = policies.resolve(cell.policy)
-        return jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=policy, **options), None
-    plan = policies.plan(
-        found.loss,
-        *found.arguments,
-        in_axes=found.in_axes,
-        budget=cell.policy.removeprefix("budget:"),
-        step=lambda tiled: jax.value_and_grad(tiled, has_aux=True),
-    )
-    tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=plan, **options)
-    return tiled, plan.as_json()
+    else:
+        policy = plan = policies.plan(
+            found.loss,
+            *found.arguments,
+            in_axes=found.in_axes,
+            budget=cell.policy.removeprefix("budget:"),
+            step=lambda tiled: jax.value_and_grad(tiled, has_aux=True),
+        )
+    tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=policy, **options)
+    return tiled, found.arguments, plan and plan.as_json()
 
 
 def _error(found: Problem, gradients: Any) -> float | None:

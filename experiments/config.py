@@ -78,6 +78,7 @@ def base(model: str, **options: Any) -> ConfigDict:
                 "every": 50,  # steps; 0: only at the end
                 "batch_size": 1,
                 "tile": 1024,  # positions along a tile of the evaluation
+                "batch_statistics": False,  # norms use the image's own, as in training
             },
             "checkpoint": {"every": 50, "keep": 3},
             "log": {"every": 10, "tensorboard": False},

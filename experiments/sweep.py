@@ -24,9 +24,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 
+from . import baselines
 from .cell import Cell, check
 from .config import ConfigError, config_flag, start, workdir_flag
 from .progress import Bar
@@ -43,6 +45,7 @@ _LIST = flags.DEFINE_bool("list", False, "print the cells and stop")
 
 def main(argv: list[str]) -> None:
     del argv
+    keep_off_devices()
     try:
         if not isinstance(_CONFIG.value, ConfigDict) or not _WORKDIR.value:
             raise ConfigError("--config must name a file, and --workdir a folder")
@@ -57,6 +60,11 @@ def main(argv: list[str]) -> None:
         sys.exit("stopped; what was measured is kept, and the same command goes on")
 
 
+def keep_off_devices() -> None:
+    """They are for the processes of the cells: this one would take most of a GPU's memory."""
+    jax.config.update("jax_platforms", "cpu")
+
+
 def cells(config: ConfigDict) -> list[Cell]:
     """The product; every cell is checked before any is run."""
     product = itertools.product(
@@ -64,7 +72,7 @@ def cells(config: ConfigDict) -> list[Cell]:
     )
     found = []
     for model, size, batch, dtype, policy, tiles in product:
-        if tiles and policy in ("plain", "store_all"):
+        if tiles and policy in (*baselines.NAMES, "store_all"):
             continue  # nothing is recomputed
         found.append(Cell(model, size, batch, dtype, policy, tiles))
     wrong = []
@@ -111,13 +119,18 @@ def run(config: ConfigDict, chosen: Sequence[Cell], path: str, *, shard: str | N
         for cell in missing:
             result = measured(cell, config)
             append(workdir.path / name, result)
-            bar.advance(f"{cell.name}: {_outcome(result)}")
+            bar.advance(f"{cell.name}: {outcome(result)}")
 
 
 def measured(cell: Cell, config: ConfigDict) -> Result:
     """The result of a process that measures the cell."""
     settings = {"warmup": config.warmup, "repeats": config.repeats, "compare": config.compare}
-    argument = json.dumps({**dataclasses.asdict(cell), "settings": settings})
+    options = {**dataclasses.asdict(cell), "settings": settings}
+    return Result(cell, *process("experiments.cell", options, config.limit_seconds), machine())
+
+
+def process(module: str, options: dict[str, Any], limit: float) -> tuple[str, dict[str, Any]]:
+    """How a program ended, and the JSON object in the last line that it printed."""
     environment = {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -125,18 +138,17 @@ def measured(cell: Cell, config: ConfigDict) -> Result:
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "experiments.cell", argument],
+            [sys.executable, "-m", module, json.dumps(options)],
             capture_output=True,
             text=True,
-            timeout=config.limit_seconds,
+            timeout=limit,
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        message = f"took longer than {config.limit_seconds} s"
-        return Result(cell, "too slow", {"message": message}, machine())
+        return "too slow", {"message": f"took longer than {limit} s"}
     if done.returncode == 0:
-        return Result(cell, "ok", json.loads(done.stdout.splitlines()[-1]), machine())
-    return Result(cell, *failure(done), machine())
+        return "ok", json.loads(done.stdout.splitlines()[-1])
+    return failure(done)
 
 
 def failure(done: subprocess.CompletedProcess) -> tuple[str, dict[str, Any]]:
@@ -163,13 +175,14 @@ def machine() -> dict[str, str]:
     }
 
 
-def _outcome(result: Result) -> str:
+def outcome(result: Result) -> str:
     if result.status != "ok":
         return f"{result.status} ({result.values['message'][:80]})"
     from policies import format_bytes
 
     values = result.values
-    return f"{values['seconds'] * 1e3:.1f} ms, {format_bytes(values['compiled_bytes'])}"
+    held = values.get("compiled_bytes") or values.get("temporary_bytes")
+    return f"{values['seconds'] * 1e3:.1f} ms, {format_bytes(held) if held else '-'}"
 
 
 if __name__ == "__main__":

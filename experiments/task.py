@@ -84,6 +84,8 @@ class Task:
         """The score of each class, in evaluation mode; per position if the model segments."""
         model = self._merged(*weights)
         model.eval()
+        if self.config.eval.batch_statistics:
+            model.set_attributes(use_running_average=False, raise_if_not_found=False)
         return model(self.normalised(images)).astype(jnp.float32)
 
     def normalised(self, images: jax.Array) -> jax.Array:

@@ -31,23 +31,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
             ["| 2 x 2 |", "operations"],
         ),
         (
-            [
-                "experiments.schedules",
-                "--model=alexnet",
-                "--size=67",
-                "--batch=16",
-                "--repeats=1",
-                "--only=plain JAX",
-                "--only=pool1 saved",
-            ],
-            ["| plain JAX |", "| 8 images at a time, pool1 saved |"],
-        ),
-        (
             ["experiments.largest", "--model=alexnet", "--budget=40MB", "--policy=plain"],
             ["| plain | 2", "alexnet, batch 1, float32, within 38.1 MiB"],
         ),
     ],
-    ids=["grids", "schedules", "largest"],
+    ids=["grids", "largest"],
 )
 def test_program(arguments, words):
     done = run(*arguments)
@@ -58,9 +46,3 @@ def test_program(arguments, words):
     difference = [line for line in done.stdout.splitlines() if "largest difference" in line]
     for line in difference:
         assert float(line.split(":")[1].split()[0]) < 1e-4
-
-
-def test_an_unknown_schedule_is_refused():
-    done = run("experiments.schedules", "--only=everything")
-    assert done.returncode != 0
-    assert "plain JAX" in done.stderr + done.stdout

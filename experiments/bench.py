@@ -1,0 +1,183 @@
+"""jaxtile beside plain JAX, on the design's problems: one command, ratios from one run.
+
+    python -m experiments.bench --workdir=runs/bench
+    python -m experiments.bench --workdir=runs/bench --peers     # PyTorch too, if it is installed
+    python -m experiments.bench --problem=vgg16,4096,bfloat16    # one problem
+
+Rows per problem: plain JAX, `jax.checkpoint` per block and whole, the planner at a half, a quarter
+and an eighth of plain's temporary bytes; with several devices, if their number divides the image's
+rows, also XLA's own sharding of the image, and jaxtile's. Each row is measured in a process of its
+own, results append to `results.jsonl`, and the same command goes on where it stopped. The table
+goes to `bench.md` in the workdir.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+
+from absl import app, flags
+
+from . import peers
+from .baselines import PLAIN, SHARDED
+from .cell import Cell, check
+from .config import ConfigError, sweep, workdir_flag
+from .results import Result, append, read
+from .sweep import keep_off_devices, machine, measured, outcome, process
+from .workdir import Workdir
+
+_WORKDIR = workdir_flag()
+_PEERS = flags.DEFINE_bool("peers", False, "PyTorch, plain and with checkpoints per block")
+_PROBLEM = flags.DEFINE_multi_string("problem", [], "as vgg16,4096,bfloat16 or unet,188,float32,1")
+_REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
+_LIMIT = flags.DEFINE_integer("limit", 600, "seconds allowed per row")
+
+_ON_GPU = ("vgg16,4096,bfloat16", "resnet50,4096,bfloat16", "unet,572,float32,8")
+_ON_CPU = ("vgg16,128,float32", "resnet50,128,float32", "unet,188,float32,1")
+_FRACTIONS = (0.5, 0.25, 0.125)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    keep_off_devices()
+    try:
+        if not _WORKDIR.value:
+            raise ConfigError("--workdir must name a folder, as runs/bench")
+        backend, devices = machine_has()
+        default = _ON_CPU if backend == "cpu" else _ON_GPU
+        problems = [parsed(text) for text in _PROBLEM.value or default]
+        print(bench(problems, _WORKDIR.value, devices=devices, with_peers=_PEERS.value))
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+
+
+def machine_has() -> tuple[str, int]:
+    """The backend and the number of its devices, asked in a process that ends."""
+    code = "import jax; print(jax.default_backend(), jax.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    backend, number = done.stdout.split()[-2:]
+    return backend, int(number)
+
+
+def parsed(text: str) -> Cell:
+    """A problem: model, size, dtype, and the batch if it is not the reference's."""
+    try:
+        model, size, dtype, *batch = text.split(",")
+        cell = Cell(model, int(size), int(batch[0]) if batch else 0, dtype)
+        check(cell)
+    except ValueError as error:
+        raise ConfigError(f"--problem (={text}) must be as vgg16,4096,bfloat16: {error}") from error
+    return cell
+
+
+def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool) -> str:
+    """Measure what is missing; the table."""
+    workdir = Workdir(path)
+    known, _ = read(workdir.path)
+    settings = sweep(())
+    settings.update(repeats=_REPEATS.value, limit_seconds=_LIMIT.value, compare=False, warmup=2)
+
+    def found(cell: Cell) -> Result:
+        if cell not in known:
+            known[cell] = peer(cell) if cell.policy in _PEER_ROWS else measured(cell, settings)
+            append(workdir.path / "results.jsonl", known[cell])
+            print(f"{cell.name}: {outcome(known[cell])}", file=sys.stderr, flush=True)
+        return known[cell]
+
+    lines = []
+    for problem in problems:
+        rows = [found(cell) for cell in baselines(problem, devices)]
+        rows += [found(cell) for cell in planned(problem, rows[0])]
+        if with_peers and problem.model in peers.NAMES:
+            if importlib.util.find_spec("torch") is None:
+                print("--peers: PyTorch is not installed, so it is left out", file=sys.stderr)
+            else:
+                policies = [dataclasses.replace(problem, policy=name) for name in _PEER_ROWS]
+                rows += [found(cell) for cell in policies]
+        lines += [*table(problem, rows), ""]
+    text = "\n".join(lines)
+    (workdir.path / "bench.md").write_text(text + "\n")
+    return text
+
+
+def baselines(problem: Cell, devices: int) -> Iterator[Cell]:
+    split = devices > 1 and problem.shape[1] % devices == 0
+    for name in (PLAIN, "jax_blocks", "jax_whole", *(SHARDED if split else ())):
+        yield dataclasses.replace(problem, policy=name)
+
+
+def planned(problem: Cell, plain: Result) -> Iterator[Cell]:
+    """The planner, with fractions of plain's temporary bytes; nothing if plain did not run."""
+    if plain.status != "ok":
+        return
+    held = plain.values["temporary_bytes"]
+    rest = plain.values["compiled_bytes"] - held
+    for fraction in _FRACTIONS:
+        budget = f"budget:{(rest + fraction * held) / 2**20:.1f}MiB"
+        yield dataclasses.replace(problem, policy=budget)
+
+
+_PEER_ROWS = ("torch", "torch_blocks")
+
+
+def peer(cell: Cell) -> Result:
+    options = {
+        "model": cell.model,
+        "size": cell.size,
+        "batch": cell.batch,
+        "dtype": cell.dtype,
+        "checkpoint": cell.policy == "torch_blocks",
+        "repeats": _REPEATS.value,
+    }
+    done = process("experiments.peers", options, _LIMIT.value)
+    return Result(cell, *done, machine())
+
+
+_TITLES = {
+    PLAIN: "plain JAX",
+    "jax_blocks": "`jax.checkpoint` per block",
+    "jax_whole": "`jax.checkpoint` whole",
+    "xla_sharding": "XLA's sharding, all devices",
+    "mesh": "jaxtile, all devices",
+    "torch": "PyTorch",
+    "torch_blocks": "PyTorch, checkpoint per block",
+}
+
+
+def table(problem: Cell, rows: Sequence[Result]) -> list[str]:
+    """Markdown: times and bytes beyond arguments and outputs, and both as ratios to plain JAX."""
+    plain = rows[0].values
+    device = next((r.values["device"] for r in rows if "device" in r.values), "-")
+    batch, height, width, _ = problem.shape
+    lines = [
+        f"{problem.model}, {batch} x {height} x {width}, {problem.dtype}; {device}, "
+        f"jax {rows[0].machine['jax']}",
+        "",
+        "| schedule | ms | ratio | GiB | ratio | Mpixel/s |",
+        "|---|---|---|---|---|---|",
+    ]
+    pixels = batch * height * width
+    for row in rows:
+        name = row.cell.policy
+        title = _TITLES.get(name) or f"jaxtile, {name}"
+        if row.status != "ok":
+            lines.append(f"| {title} | {row.status} | | | | |")
+            continue
+        seconds, held = row.values["seconds"], row.values["temporary_bytes"]
+        lines.append(
+            f"| {title} | {seconds * 1e3:.1f} | {_ratio(seconds, plain.get('seconds'))} | "
+            f"{'-' if held is None else f'{held / 2**30:.3g}'} | "
+            f"{_ratio(held, plain.get('temporary_bytes'))} | {pixels / seconds / 1e6:.3g} |"
+        )
+    return lines
+
+
+def _ratio(value: float | None, plain: float | None) -> str:
+    return f"{value / plain:.2f}" if value is not None and plain else "-"
+
+
+if __name__ == "__main__":
+    app.run(main)

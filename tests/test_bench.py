@@ -1,0 +1,61 @@
+"""The benchmark, run as a user runs it, on a small problem."""
+
+import pathlib
+import re
+
+import pytest
+
+from experiments import baselines
+from experiments.bench import baselines as rows
+from experiments.bench import parsed, planned, table
+from experiments.config import ConfigError
+from experiments.results import Result
+
+from .test_experiments import run
+
+PROBLEM = "alexnet,67,float32,8"
+
+
+def test_table_of_one_problem(tmp_path):
+    arguments = ["experiments.bench", f"--workdir={tmp_path}", f"--problem={PROBLEM}"]
+    done = run(*arguments, "--repeats=1")
+    assert done.returncode == 0, done.stderr[-2000:]
+    text = (tmp_path / "bench.md").read_text()
+    assert text.strip() in done.stdout
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0].strip("| ") for line in lines][:4] == [
+        "schedule",
+        "plain JAX",
+        "`jax.checkpoint` per block",
+        "`jax.checkpoint` whole",
+    ]
+    assert len(lines) == 7
+    # The budgets are kept, or it says that they cannot be.
+    for line, fraction in zip(lines[4:], (0.5, 0.25, 0.125), strict=True):
+        cells = [c.strip() for c in line.strip("|").split("|")]
+        assert cells[1] == "does not fit" or float(cells[4]) <= fraction + 0.01, line
+    results = pathlib.Path(tmp_path / "results.jsonl").read_text()
+    again = run(*arguments, "--repeats=1")
+    assert again.stdout == done.stdout
+    assert pathlib.Path(tmp_path / "results.jsonl").read_text() == results
+
+
+def test_devices_and_peers_add_rows():
+    problem = parsed("vgg16,64,float32")
+    assert [c.policy for c in rows(problem, 1)] == ["plain", "jax_blocks", "jax_whole"]
+    assert [c.policy for c in rows(problem, 8)][3:] == list(baselines.SHARDED)
+
+
+def test_what_did_not_run_is_said():
+    problem = parsed("vgg16,64,float32")
+    plain = Result(problem, "out of memory", {"message": "-"}, {"jax": "0"})
+    assert not list(planned(problem, plain))
+    assert "| plain JAX | out of memory | | | | |" in table(problem, [plain])
+
+
+@pytest.mark.parametrize(
+    "text", ["vgg16", "vgg61,64,float32", "vgg16,big,float32", "unet,187,float32"]
+)
+def test_a_wrong_problem_is_refused(text):
+    with pytest.raises(ConfigError, match=re.escape(f"--problem (={text})")):
+        parsed(text)
