@@ -58,12 +58,28 @@ def checkpoint(
       policy: what is stored: any function of `jax.checkpoint_policies` that saves or offloads;
         `None` stores nothing inside. Or one that sees the whole graph, from `policies`: a plan, or
         what `policies.resolve` returns; `tiles` then goes to what it recomputes whole.
+      mesh: devices to distribute tiled arrays over. Each device owns a block of every stored value,
+        and runs `tiles` tiles of its own in every region; it receives what these read of other
+        blocks before the region runs. `"whole"` and `None` are one piece per device. What is not
+        tiled, weights for instance, is on every device.
+      mesh_axes: per tiled axis, the name of the mesh axis that it is distributed over, or None.
+        Tile the batch axis too for data parallelism: `in_axes=(None, (0, 1, 2))`,
+        `mesh_axes=("data", "rows", "cols")`. Sizes need not divide.
 
     >>> import jax, jax.numpy as jnp, jaxtile
     >>> def blur(kernel, image):
     ...     return jnp.tanh(jax.lax.conv(image, kernel, (1, 1), "SAME"))
     >>> tiled = jaxtile.checkpoint(blur, in_axes=(None, (2, 3)), tiles=(4, 4))
     >>> kernel, image = jnp.ones((1, 1, 3, 3)) / 9, jnp.arange(256.0).reshape(1, 1, 16, 16)
+    >>> bool(jnp.allclose(tiled(kernel, image), blur(kernel, image)))
+    True
+
+    On many devices the same call needs no other change (here on a mesh of one):
+
+    >>> mesh = jax.make_mesh((1, 1), ("rows", "cols"))
+    >>> tiled = jaxtile.checkpoint(
+    ...     blur, in_axes=(None, (2, 3)), tiles=(4, 4), mesh=mesh, mesh_axes=("rows", "cols")
+    ... )
     >>> bool(jnp.allclose(tiled(kernel, image), blur(kernel, image)))
     True
 

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._checkpoint import scheduled
@@ -38,12 +40,30 @@ class ArrayUse:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchanged:
+    """Bytes of halos that devices send to each other.
+
+    The backward pass sends those that it recomputes from once more, and the cotangents of what
+    earlier regions computed.
+    """
+
+    forward: int = 0
+    """Of one device that has neighbours on all sides."""
+    backward: int = 0
+    forward_in_all: int = 0
+    """Of all devices together."""
+    backward_in_all: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class RegionReport:
     """One region: one loop over `tiles` tiles, run once forwards and once backwards."""
 
     index: int
     grid: tuple[int, ...] | Literal["whole"] | None
+    """On a mesh, that of each device."""
     tiles: int
+    """On all devices together."""
     ops: dict[str, int]
     reads: tuple[ArrayUse, ...]
     writes: tuple[ArrayUse, ...]
@@ -56,6 +76,9 @@ class RegionReport:
     """Forward operations over all tiles, halos included."""
     recomputed_flops: int
     """Those of them that the backward pass does again: what no derivative needs is left out."""
+    devices: tuple[int, ...] = ()
+    """Per axis of the grid; on a mesh only."""
+    exchanged: Exchanged = Exchanged()
 
     @property
     def halo_share(self) -> float:
@@ -106,7 +129,7 @@ class Explanation:
         lines = []
         for r in self.regions:
             lines.append(
-                f"region {r.index}: {_grid(r.grid)}; "
+                f"region {r.index}: {_grid(r.grid)}{_devices(r)}; "
                 + ", ".join(f"{n} {op}" for op, n in r.ops.items())
             )
             for verb, uses in (("reads", r.reads), ("writes", r.writes)):
@@ -120,6 +143,13 @@ class Explanation:
                 f"{_bytes(r.tile_bytes)}; forward "
                 f"{_count(r.tiled_flops)} operations, {r.halo_share:.1%} of them halo"
             )
+            if r.devices:
+                sent = r.exchanged
+                lines.append(
+                    f"  each device sends {_bytes(sent.forward)} forwards and "
+                    f"{_bytes(sent.backward)} backwards; all together "
+                    f"{_bytes(sent.forward_in_all)} and {_bytes(sent.backward_in_all)}"
+                )
         lines.append(
             f"in all: stores {_bytes(self.stored_bytes)}, largest tile {_bytes(self.tile_bytes)}; "
             "a training step does "
@@ -136,11 +166,14 @@ def explain(
     in_axes: Any,
     tiles: Tiles = WHOLE,
     policy: Policy | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    mesh_axes: Sequence[str | None] | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Describe what `checkpoint(fun, ...)(*args)` does, without running it.
 
-    Arguments may be arrays or `jax.ShapeDtypeStruct`s.
+    Arguments may be arrays or `jax.ShapeDtypeStruct`s. On a mesh, regions also say what devices
+    send each other.
 
     >>> import jax, jaxtile
     >>> def blur(kernel, image):
@@ -151,7 +184,7 @@ def explain(
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
     """
-    plan, _ = scheduled(fun, args, kwargs, in_axes, tiles, policy)
+    plan, _ = scheduled(fun, args, kwargs, in_axes, tiles, policy, mesh, mesh_axes)
     return report(plan)
 
 
@@ -194,7 +227,28 @@ def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
         plain_flops=plain,
         tiled_flops=sum(work.values()),
         recomputed_flops=sum(flops for n, flops in work.items() if n in again),
+        devices=tuple(region.devices.count(a) for a in region.split) if region.devices else (),
+        exchanged=_exchanged(region),
     )
+
+
+def _exchanged(region: Region) -> Exchanged:
+    if region.devices is None:
+        return Exchanged()
+    devices = region.devices.mesh.size
+    sent = Counter()
+    for value in region.inputs:
+        exchange, itemsize = region.exchange(value), value.aval.dtype.itemsize
+        again = region.grid is not None
+        back = value.array.node is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact)
+        one, every = exchange.elements * itemsize, exchange.elements_in_all(devices) * itemsize
+        sent.update(
+            forward=one,
+            backward=one * (again + back),
+            forward_in_all=every,
+            backward_in_all=every * (again + back),
+        )
+    return Exchanged(**sent)
 
 
 def _needed_again(region: Region) -> set[Node]:
@@ -256,7 +310,7 @@ def _local(value: Value, windows: dict[Value, Windows]) -> tuple[int, ...]:
 def _read(value: Value, region: Region) -> ArrayUse:
     array = value.array
     name = array.name or ("constant" if array.node is None else array.node.equation.primitive.name)
-    if region.plan is None or not isinstance(region.grid, dict):
+    if region.plan is None:
         return _use(name, value, (), ())
     ordered = sorted(region.plan.windows[value].items(), key=lambda item: item[1].axis)
     sizes = tuple(w.size for _, w in ordered)
@@ -264,7 +318,8 @@ def _read(value: Value, region: Region) -> ArrayUse:
         _halo(
             [demand[d] for demand in region.plan.demands[value]],
             value.aval.shape[d],
-            region.grid.get(w.axis, 1),
+            region.split.get(w.axis, 1),
+            region.devices.count(w.axis) if region.devices else 1,
         )
         for d, w in ordered
     )
@@ -284,13 +339,13 @@ def _use(name: str, value: Value, sizes, halos) -> ArrayUse:
     return ArrayUse(name, tuple(value.aval.shape), str(value.aval.dtype), value.bytes, sizes, halos)
 
 
-def _halo(demands: Sequence[Window], length: int, tiles: int) -> tuple[int, int]:
+def _halo(demands: Sequence[Window], length: int, tiles: int, devices: int) -> tuple[int, int]:
     """How far the demands of a tile go beyond its own share of the axis.
 
     Tiles at the border read further inwards instead of outwards, so the smallest reach is that of a
     tile in the middle.
     """
-    own = partition(0, length, min(tiles, length))
+    own = partition(0, length, tiles // devices, devices)
     if len(own.starts) == 1:
         return 0, 0
     lo = np.min([np.broadcast_to(d.starts, own.starts.shape) for d in demands], axis=0)
@@ -302,6 +357,10 @@ def _grid(grid: Grid) -> str:
     if not isinstance(grid, tuple):
         return "untiled" if grid is None else "untiled, recomputed"
     return " x ".join(map(str, grid)) + " tiles"
+
+
+def _devices(region: RegionReport) -> str:
+    return f" on each of {' x '.join(map(str, region.devices))} devices" if region.devices else ""
 
 
 def _window(use: ArrayUse) -> str:

@@ -85,6 +85,7 @@ def automatic(run: Callable[..., tuple[list[Array], list[P]]], flat: Sequence[An
     JAX's explicit meshes, the default of `jax.make_mesh`, make shardings part of types. They end
     where the tiled function begins, and begin again behind it.
     """
+    flat = [jnp.asarray(x) for x in flat]
     contexts = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in flat)]
     explicit = [m for m in contexts if AxisType.Explicit in (m.axis_types or ())]
     if not explicit:

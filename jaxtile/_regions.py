@@ -77,10 +77,10 @@ class Region:
     def exchange(self, value: Value) -> Exchange:
         """What devices must know of each other's blocks of an input."""
         shape, axes = value.aval.shape, value.array.axes
-        blocks, windows = self.devices.blocks(shape, axes), self.plan.windows[value]
+        blocks, windows = self.devices.blocks(shape, axes), self.plan.windows.get(value, {})
         return Exchange(
             tuple(blocks[d].size if d in blocks else n for d, n in enumerate(shape)),
-            tuple(Halo.of(d, b, windows[d]) for d, b in blocks.items()),
+            tuple(Halo.of(d, b, windows[d]) for d, b in blocks.items() if d in windows),
         )
 
 

@@ -1,12 +1,16 @@
 """Tests compare with the untransformed function in float64.
 
 Most of their time is compilation, so LLVM is told not to optimise; XLA's own passes, and with them
-the memory that a program needs, stay as they are.
+the memory that a program needs, stay as they are. The CPU passes for eight devices: programs use
+one of them unless a test asks for more.
 """
 
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8",
+)
 
 import jax
 

@@ -82,14 +82,14 @@ def _largest(x) -> float:
     return float(np.nanmax(np.abs(np.asarray(x, np.float64)), initial=0)) if inexact else 0.0
 
 
-def assert_same(fun, *args, in_axes, tiles, policy=None, tolerance: float = TOLERANCE) -> None:
+def assert_same(fun, *args, in_axes, tolerance: float = TOLERANCE, **schedule) -> None:
     """The tiled function has the plain function's outputs and gradients.
 
     The plain function is run under `jit` for speed. Where the two differ, what counts is the plain
     function run op by op: XLA may round one value differently in two places of a program, and JAX's
     gradient of a maximum looks for the elements that *equal* it, so under `jit` it can miss them.
     """
-    tiled = jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tiles, policy=policy)
+    tiled = jaxtile.checkpoint(fun, in_axes=in_axes, **schedule)
     got = results(tiled, args)
     try:
         assert_close(got, results(fun, args), tolerance)

@@ -97,3 +97,11 @@ def test_shapes_are_enough():
     args = [shape((3, 3, 1, 1), "float32")] * 4, shape((1, 40_000, 40_000, 1), "float32")
     explanation = jaxtile.explain(chain, *args, in_axes=(None, (1, 2)), tiles=(40, 40))
     assert explanation.regions[0].reads[0].window == (1008, 1008)
+
+
+def test_an_array_of_fewer_rows_than_tiles():
+    def enlarged(x):
+        return jnp.repeat(x, 8, 0)
+
+    (region,) = jaxtile.explain(enlarged, jnp.ones(3), in_axes=((0,),), tiles=(6,)).regions
+    assert region.reads[0].window == (1,)

@@ -15,7 +15,13 @@ from .._targets import WHOLE
 
 
 def checkpoint(
-    fun: Callable[..., Any], *, in_axes: Any, tiles: Any = WHOLE, policy: Any = None
+    fun: Callable[..., Any],
+    *,
+    in_axes: Any,
+    tiles: Any = WHOLE,
+    policy: Any = None,
+    mesh: Any = None,
+    mesh_axes: Any = None,
 ) -> Callable[..., Any]:
     """`jaxtile.checkpoint` of a function of NNX modules, as `nnx.remat` is of `jax.checkpoint`.
 
@@ -36,7 +42,9 @@ def checkpoint(
     @functools.wraps(fun)
     def tiled(*args: Any, **kwargs: Any) -> Any:
         pure = Pure(fun, args, kwargs)
-        run = _checkpoint.checkpoint(pure, in_axes=in_axes, tiles=tiles, policy=policy)
+        run = _checkpoint.checkpoint(
+            pure, in_axes=in_axes, tiles=tiles, policy=policy, mesh=mesh, mesh_axes=mesh_axes
+        )
         out, changed = run(*pure.args, **pure.kwargs)
         pure.update(changed)
         return out
