@@ -7,11 +7,10 @@ one of them unless a test asks for more.
 
 import os
 
-os.environ.setdefault(
-    "XLA_FLAGS",
-    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8",
-)
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 
 jax.config.update("jax_enable_x64", True)
+if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
+    jax.config.update("jax_num_cpu_devices", 8)
