@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
 from absl import app, flags
+from ml_collections import ConfigDict
 
 from . import peers
 from .baselines import PLAIN, SHARDED
@@ -82,7 +84,8 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
 
     def found(cell: Cell) -> Result:
         if cell not in known:
-            known[cell] = peer(cell) if cell.policy in _PEER_ROWS else measured(cell, settings)
+            measure = peer if cell.policy in _PEER_ROWS else measured
+            known[cell] = measure(cell, settings, workdir.path)
             append(workdir.path / "results.jsonl", known[cell])
             print(f"{cell.name}: {outcome(known[cell])}", file=sys.stderr, flush=True)
         return known[cell]
@@ -123,16 +126,16 @@ def planned(problem: Cell, plain: Result) -> Iterator[Cell]:
 _PEER_ROWS = ("torch", "torch_blocks")
 
 
-def peer(cell: Cell) -> Result:
+def peer(cell: Cell, settings: ConfigDict, folder: pathlib.Path) -> Result:
     options = {
         "model": cell.model,
         "size": cell.size,
         "batch": cell.batch,
         "dtype": cell.dtype,
         "checkpoint": cell.policy == "torch_blocks",
-        "repeats": _REPEATS.value,
+        "repeats": settings.repeats,
     }
-    done = process("experiments.peers", options, _LIMIT.value)
+    done = process("experiments.peers", options, settings.limit_seconds, folder)
     return Result(cell, *done, machine())
 
 

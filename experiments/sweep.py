@@ -17,6 +17,7 @@ import fnmatch
 import itertools
 import json
 import os
+import pathlib
 import platform
 import re
 import subprocess
@@ -117,23 +118,32 @@ def run(config: ConfigDict, chosen: Sequence[Cell], path: str, *, shard: str | N
     print(f"{len(chosen)} cells, {len(chosen) - len(missing)} of them done already", flush=True)
     with Bar("cell", len(missing)) as bar:
         for cell in missing:
-            result = measured(cell, config)
+            result = measured(cell, config, workdir.path)
             append(workdir.path / name, result)
             bar.advance(f"{cell.name}: {outcome(result)}")
 
 
-def measured(cell: Cell, config: ConfigDict) -> Result:
+def measured(cell: Cell, config: ConfigDict, folder: pathlib.Path) -> Result:
     """The result of a process that measures the cell."""
     settings = {"warmup": config.warmup, "repeats": config.repeats, "compare": config.compare}
     options = {**dataclasses.asdict(cell), "settings": settings}
-    return Result(cell, *process("experiments.cell", options, config.limit_seconds), machine())
+    found = process("experiments.cell", options, config.limit_seconds, folder)
+    return Result(cell, *found, machine())
 
 
-def process(module: str, options: dict[str, Any], limit: float) -> tuple[str, dict[str, Any]]:
-    """How a program ended, and the JSON object in the last line that it printed."""
+def process(
+    module: str, options: dict[str, Any], limit: float, folder: pathlib.Path
+) -> tuple[str, dict[str, Any]]:
+    """How a program ended, and the JSON object in the last line that it printed.
+
+    A GPU's compiler tries algorithms for each convolution, for a minute or more per program. What
+    it chose is kept in the folder, so that it is tried once, and all cells get the same.
+    """
     environment = {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / "autotuned"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",  # programs themselves are not kept
         **os.environ,
     }
     try:
