@@ -41,7 +41,7 @@ class ArrayUse:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """Bytes of halos that devices send to each other.
+    """Bytes of halos that devices send to each other, and what they add up together.
 
     The backward pass sends those that it recomputes from once more, and the cotangents of what
     earlier regions computed.
@@ -53,6 +53,14 @@ class Exchanged:
     forward_in_all: int = 0
     """Of all devices together."""
     backward_in_all: int = 0
+    forward_messages: int = 0
+    """In how many pieces one device that has neighbours on all sides sends its bytes."""
+    backward_messages: int = 0
+    forward_sums: int = 0
+    """Sums over devices: statistics, a loss. Those that do not wait for each other count as one, as
+    XLA combines them."""
+    backward_sums: int = 0
+    """Of statistics that are recomputed, of their cotangents, and of the gradients of weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,14 +174,14 @@ def explain(
     in_axes: Any,
     tiles: Tiles = WHOLE,
     policy: Policy | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Describe what `checkpoint(fun, ...)(*args)` does, without running it.
 
     Arguments may be arrays or `jax.ShapeDtypeStruct`s. On a mesh, regions also say what devices
-    send each other.
+    send each other; the mesh may be a `jax.sharding.AbstractMesh`, of devices that are not here.
 
     >>> import jax, jaxtile
     >>> def blur(kernel, image):
@@ -236,7 +244,7 @@ def _exchanged(region: Region) -> Exchanged:
     if region.devices is None:
         return Exchanged()
     devices = region.devices.mesh.size
-    sent = Counter()
+    sent = _sums(region)
     for value in region.inputs:
         exchange, itemsize = region.exchange(value), value.aval.dtype.itemsize
         again = region.grid is not None
@@ -247,8 +255,32 @@ def _exchanged(region: Region) -> Exchanged:
             backward=one * (again + back),
             forward_in_all=every,
             backward_in_all=every * (again + back),
+            forward_messages=exchange.messages,
+            backward_messages=exchange.messages * (again + back),
         )
     return Exchanged(**sent)
+
+
+def _sums(region: Region) -> Counter:
+    """How often, one time after the other, all devices add something up."""
+    depth: dict[Value, int] = {}
+    again, kept = _needed_again(region), region.grid is None
+    forward = recomputed = 0
+
+    def across(node: Node) -> bool:
+        reduced = {a for v in node.inputs for a in v.axes} - set(node.outputs[0].axes)
+        return any(region.devices.name(a) is not None for a in reduced)
+
+    for node in region.nodes:
+        adds = node.reduction is not None and across(node)
+        here = adds + max((depth.get(v.array, 0) for v in node.inputs), default=0)
+        depth.update(dict.fromkeys(node.outputs, here))
+        forward = max(forward, here)
+        if node in again and not kept:
+            recomputed = max(recomputed, here)
+    weights = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in region.globals)
+    after = any(across(t.reduction) for t in region.targets if t.reduction is not None)
+    return Counter(forward_sums=forward + after, backward_sums=recomputed + forward + weights)
 
 
 def _needed_again(region: Region) -> set[Node]:

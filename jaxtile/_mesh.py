@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ._errors import TilingError
@@ -35,7 +35,7 @@ Array = jax.Array
 class Devices:
     """A mesh, and per tiled axis the name of the mesh axis that it is distributed over."""
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     names: tuple[str | None, ...]
 
     def name(self, axis: int | None) -> str | None:
@@ -59,6 +59,11 @@ class Devices:
 
     def split(self, x: Array, axes: Sequence[int | None]) -> Array:
         """A whole array as one of blocks, distributed."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise TilingError(
+                f"`mesh` (={self.mesh}) has no devices: only `jaxtile.explain` takes an abstract "
+                "mesh; `jax.make_mesh` makes one that can run"
+            )
         blocks = self.blocks(x.shape, axes)
         if any(b.uneven for b in blocks.values()):
             # No sharding of JAX's describes such an array, so it comes from everywhere.
@@ -111,7 +116,7 @@ def devices_of(mesh: Any, mesh_axes: Any, rank: int) -> Devices | None:
                 f"`mesh_axes` (={mesh_axes!r}) needs `mesh`: pass the mesh whose axes these are"
             )
         return None
-    if not isinstance(mesh, Mesh):
+    if not isinstance(mesh, Mesh | AbstractMesh):
         raise TilingError(
             f"`mesh` (a {type(mesh).__name__}) must be a `jax.sharding.Mesh`, as `jax.make_mesh` "
             "makes it"
@@ -144,6 +149,8 @@ def devices_of(mesh: Any, mesh_axes: Any, rank: int) -> Devices | None:
         )
     # Between regions, XLA decides where an array lives: none has a sharding as part of its type.
     automatic = (AxisType.Auto,) * len(known)
+    if isinstance(mesh, AbstractMesh):
+        return Devices(AbstractMesh(mesh.axis_sizes, known, axis_types=automatic), names)
     return Devices(Mesh(mesh.devices, known, axis_types=automatic), names)
 
 
@@ -338,6 +345,11 @@ class Exchange:
     def elements(self) -> int:
         """Elements that one device sends, if none of its neighbours is missing."""
         return sum(n for n, _, _ in self._messages())
+
+    @property
+    def messages(self) -> int:
+        """Messages that one device sends, if none of its neighbours is missing."""
+        return sum(1 for _ in self._messages())
 
     def elements_in_all(self, devices: int) -> int:
         """Elements that all devices of the mesh send."""
