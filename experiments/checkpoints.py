@@ -68,11 +68,19 @@ class Checkpoints:
         self._manager, self._read_only = None, read_only
         if read_only and not folder.is_dir():
             return
+        alone = {}
+        if jax.process_count() > 1:  # this process does it all, and waits for no other
+            processes = ocp.options.MultiprocessingOptions(
+                primary_host=jax.process_index(), active_processes={jax.process_index()}
+            )
+            alone = {"multiprocessing_options": processes}
+            self.folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=False,
-            create=not read_only,
+            create=not (read_only or alone),
             read_only=read_only,
+            **alone,
         )
         self._manager = ocp.CheckpointManager(
             self.folder, options=options, item_names=("arrays", "record")

@@ -25,7 +25,7 @@ import policies
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
-FREE = ("policy", "checkpoint.", "log.", "eval.tile")
+FREE = ("policy", "mesh", "checkpoint.", "log.", "eval.tile")
 
 
 class ConfigError(ValueError):
@@ -45,6 +45,7 @@ def base(model: str, **options: Any) -> ConfigDict:
             # Of activations; weights and optimiser are float32.
             "dtype": "float32",
             "seed": 0,
+            "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: slower, but going on gives the same bits
             "data": {
                 "kind": "cells",  # cells, textures or folder

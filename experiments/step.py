@@ -17,6 +17,7 @@ import policies
 from policies import format_bytes
 
 from .config import ConfigError
+from .hosts import Devices
 from .task import Counts, Task, Weights, metrics
 
 _SMALLEST_TILE = 128  # pixels along a side: below, tiles are mostly halo
@@ -78,26 +79,39 @@ def make_optimiser(config: ConfigDict) -> tuple[optax.GradientTransformation, op
 class Step:
     """One step of training on batches of one shape; what its loss stores, a policy says."""
 
-    def __init__(self, task: Task, optimiser: optax.GradientTransformation, batch: Any):
-        self.task, self.optimiser = task, optimiser
+    def __init__(
+        self,
+        task: Task,
+        optimiser: optax.GradientTransformation,
+        batch: Any,
+        devices: Devices | None = None,
+    ):
+        self.task, self.optimiser, self.devices = task, optimiser, devices or Devices()
         self.state = _strong(jax.eval_shape(lambda: new_state(task, optimiser)))
         self.batch = tuple(batch)
 
     def first_state(self) -> State:
         """Before the first step; a function of the seed."""
-        made = jax.jit(lambda: new_state(self.task, self.optimiser)).lower()
+        new = jax.jit(
+            lambda: new_state(self.task, self.optimiser), out_shardings=self.devices.replicated
+        )
+        made = new.lower()
         # It runs once, and LLVM takes seconds to optimise each of its random numbers.
         return made.compile(compiler_options={"xla_backend_optimization_level": 0})()
 
     def traced(self, policy: Any) -> Any:
-        """The step under a policy; None: the plain loss, as it was written."""
-        loss = self.task.loss
-        if policy is not None:
-            loss = jaxtile.checkpoint(loss, in_axes=self.task.in_axes(2), policy=policy)
-        return self._of(loss).trace(self.state, *self.batch)
+        """The step under a policy; None: the plain loss, as it was written, on one device."""
+        if policy is None:
+            return self._of(self.task.loss).trace(self.state, *self.batch)
+        axes, devices = self.task.in_axes(2), self.devices
+        options = devices.options(axes[2])
+        loss = jaxtile.checkpoint(self.task.loss, in_axes=axes, policy=policy, **options)
+        state = devices.typed(self.state, replicated=True)
+        batch = devices.typed(self.batch, replicated=False)
+        return self._of(loss, devices.replicated).trace(state, *batch)
 
     def plan(self, budget: int) -> policies.Plan:
-        """For the whole step: optimiser, gradients and batch included."""
+        """For the whole step on one device: optimiser, gradients and batch included."""
         return policies.plan(
             self.task.loss,
             *self._loss_arguments,
@@ -116,7 +130,7 @@ class Step:
     def _loss_arguments(self) -> tuple[Any, ...]:
         return (self.state.params, self.state.variables, *self.batch)
 
-    def _of(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+    def _of(self, loss: Callable[..., Any], place: Any = None) -> Callable[..., Any]:
         decay = self.task.config.train.ema
 
         def averaged(ema: Any, params: Any) -> Any:
@@ -136,7 +150,7 @@ class Step:
             new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
             return new, {"loss": value, "gradient_norm": norm, "finite": finite}
 
-        return jax.jit(step, donate_argnums=0)
+        return jax.jit(step, donate_argnums=0, out_shardings=place)
 
 
 def _all_finite(tree: Any) -> jax.Array:
@@ -150,7 +164,10 @@ def _strong(shapes: Any) -> Any:
 
 
 def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
-    """The policy that a config names; for a budget a plan, kept in a file for the next time."""
+    """The policy that a config names; for a budget a plan, kept in a file for the next time.
+
+    All processes of a run come to the same plan: it depends on the function and the kind of device.
+    """
     if not text.startswith("budget:"):
         return policies.resolve(text)
     budget = policies.parse_bytes(text.removeprefix("budget:"))
@@ -163,6 +180,8 @@ def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
         except ValueError as error:
             print(f"warning: {error}; planning anew", flush=True)
     plan = step.plan(budget)
+    if not step.devices.is_first:
+        return plan
     new = file.with_name(file.name + ".new")
     plan.save(new)
     new.replace(file)
@@ -175,8 +194,9 @@ class Program:
     def __init__(self, step: Step, policy: Any, eval_batch: Any):
         began = time.perf_counter()
         traced = step.traced(policy)
-        self.task = step.task
-        self.predicted = predicted_bytes(traced)
+        self.task, self.devices = step.task, step.devices
+        # What a mesh's devices hold is not predicted yet.
+        self.predicted = predicted_bytes(traced) if self.devices.mesh is None else None
         self.step = traced.lower().compile()
         self.bytes = jaxtile.Bytes.of(self.step).total
         self._evaluate = self._evaluation(step, eval_batch).lower().compile()
@@ -186,9 +206,15 @@ class Program:
         """In tiles so small that it takes no more memory than a step, if there are such tiles."""
         shape, self.eval_tile = batch[0].shape, self.task.config.eval.tile
         state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.state))
+        weights = self.devices.typed(step.state.weights, replicated=True)
+        placed = self.devices.typed(batch, replicated=False)
         while True:
-            evaluation = jax.jit(self.task.evaluation(shape, self.eval_tile))
-            traced = evaluation.trace(step.state.weights, *batch)
+            evaluation = self.task.evaluation(shape, self.eval_tile, self.devices)
+            traced = jax.jit(evaluation, out_shardings=self.devices.replicated).trace(
+                weights, *placed
+            )
+            if self.devices.mesh is not None:
+                return traced
             images = batch[0].size + batch[1].size * batch[1].dtype.itemsize
             needed = state + images + jaxtile.predict_memory(traced.jaxpr).bytes.temporaries
             if needed <= self.bytes or self.eval_tile < 2 * _SMALLEST_TILE:
@@ -199,8 +225,15 @@ class Program:
         """Metrics over all batches."""
         found: list[Counts] = []
         for batch in batches:
-            found.append(jax.device_get(self._evaluate(weights, batch.images, batch.labels)))
+            placed = map(self.devices.placed, (batch.images, batch.labels))
+            found.append(jax.device_get(self._evaluate(weights, *placed)))
         return metrics(found)
+
+    def bytes_text(self) -> str:
+        """Of a step; on a mesh, of each device."""
+        predicted = "" if self.predicted is None else f" ({format_bytes(self.predicted)} predicted)"
+        each = "" if self.devices.mesh is None else f" on each of {self.devices.mesh.size} devices"
+        return f"{format_bytes(self.bytes)}{each}{predicted}"
 
     def memory_text(self) -> str:
         peak = memory_of_device().get("peak_bytes_in_use")

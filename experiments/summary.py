@@ -50,7 +50,7 @@ def write(
     }
     write_atomically(workdir.path / "summary.json", json.dumps(found, indent=1) + "\n")
     drawn = draw(workdir, step, program, policy, lines, dataset, weights)
-    text = as_text(found, step, drawn, workdir)
+    text = as_text(found, step, program, drawn, workdir)
     write_atomically(workdir.path / "summary.txt", text + "\n")
     return text
 
@@ -102,7 +102,7 @@ def draw(workdir, step: Step, program, policy, lines, dataset, weights: Weights)
     return ["loss.png", "predictions.png", *(["tiles.png"] if tiled else [])]
 
 
-def as_text(found: dict[str, Any], step: Step, drawn: list[str], workdir: Workdir) -> str:
+def as_text(found: dict[str, Any], step, program, drawn: list[str], workdir: Workdir) -> str:
     size, best = found["bytes"], found["best"]
     plain, which = (
         (size["plain_predicted"], "predicted")
@@ -120,8 +120,7 @@ def as_text(found: dict[str, Any], step: Step, drawn: list[str], workdir: Workdi
         ),
         (
             "memory",
-            f"{format_bytes(size['compiled'])} a step (predicted: "
-            f"{format_bytes(size['predicted'])}), "
+            f"{program.bytes_text()} a step, "
             f"plain JAX {format_bytes(plain)} ({which}): {size['compiled'] / plain:.2f} of it",
         ),
     ]

@@ -26,6 +26,7 @@ from jaxtile import ops
 from .checkpoints import CheckpointError, Checkpoints, unflatten
 from .config import ConfigError
 from .data import IGNORED
+from .hosts import Devices
 
 _MOST_COUNTED = 2**32  # positions of a batch: they are counted with 32 bits
 
@@ -138,14 +139,14 @@ class Task:
         images_only = (0, None, None) if self.config.tile_batch else None
         return (*(None,) * leading, axes, axes if self.segments else images_only)
 
-    def evaluation(self, shape: tuple[int, ...], tile: int) -> Any:
+    def evaluation(self, shape: tuple[int, ...], tile: int, devices: Devices | None = None) -> Any:
         """`counts` on images of this shape, in tiles of about so many pixels along a side."""
         if math.prod(shape[:3]) >= _MOST_COUNTED:
             raise ConfigError(
                 f"a batch of {shape[0]} x {shape[1]} x {shape[2]} pixels is too large to be "
                 "evaluated: it must have less than 2**32. Set `eval.batch_size` or `data.size`"
             )
-        return self._tiled(self.counts, shape, tile, self.in_axes(1))
+        return self._tiled(self.counts, shape, tile, self.in_axes(1), devices)
 
     def prediction(self, shape: tuple[int, ...], tile: int) -> Any:
         """The most probable class, per position if the model segments."""
@@ -155,12 +156,14 @@ class Task:
 
         return self._tiled(predict, shape, tile, self.in_axes(1)[:2])
 
-    def _tiled(self, fun: Any, shape: tuple[int, ...], tile: int, in_axes: Any) -> Any:
+    def _tiled(self, fun, shape, tile: int, in_axes: Any, devices: Devices | None = None) -> Any:
+        devices = devices or Devices()
         grid = [math.ceil(n / tile) for n in shape[1:3]]
-        if max(grid) == 1:
+        if max(grid) == 1 and devices.mesh is None:
             return fun
-        grid = [shape[0], *grid] if self.config.tile_batch else grid
-        return jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tuple(grid))
+        grid = devices.tiles([shape[0], *grid] if self.config.tile_batch else grid)
+        options = devices.options(in_axes[1])
+        return jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tuple(grid), **options)
 
     def _merged(self, params, variables) -> nnx.Module:
         keys = jax.tree.map(lambda _: jax.random.key(self.config.seed), self._keys)

@@ -19,21 +19,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from policies import format_bytes
-
 from . import data, summary
-from .checkpoints import CheckpointError, Checkpoints, unflatten
+from .checkpoints import CheckpointError
 from .config import ConfigError, check, config_flag, start, workdir_flag
+from .hosts import Watch, find_devices, join
 from .images import ImageError
 from .instruments import Clock, Profiler, tensorboard
 from .out_of_memory import OutOfMemory, Stopped
 from .progress import Bar
+from .saved import Saved
 from .step import Program, Step, choose_policy, make_optimiser
 from .task import Task
-from .workdir import Workdir
+from .workdir import ReadOnly, Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
@@ -58,7 +59,9 @@ def main(argv: list[str]) -> None:
 def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     """Run to the end, or to a signal. Returns the exit code."""
     check(config)
-    workdir = Workdir(path)
+    join()
+    devices = find_devices(config.mesh)
+    workdir = Workdir(path) if devices.is_first else ReadOnly(path)
     workdir.adopt(config)
     make_repeatable(workdir.path, config.deterministic)
     task = Task(config)
@@ -67,15 +70,9 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     print(describe(task, train_set, eval_set), flush=True)
 
     optimiser, learning_rate = make_optimiser(config)
-    step = Step(task, optimiser, batch_shapes(train_set, config.train.batch_size))
-    checkpoints = Checkpoints(workdir.path / "checkpoints", keep=config.checkpoint.keep)
-    best = Checkpoints(workdir.path / "best", keep=1)
-    found = checkpoints.restore()
-    if found is None:
-        done, state, record = 0, step.first_state(), {"best": None}
-    else:
-        done, state, record = found.step, unflatten(step.state, found.arrays), found.record
-        print(f"going on after step {done}", flush=True)
+    step = Step(task, optimiser, batch_shapes(train_set, config.train.batch_size), devices)
+    saved = Saved(workdir.path, config.checkpoint.keep, devices)
+    done, state, record = saved.restore(step)
     total = config.train.steps
     if done > total:
         raise ConfigError(f"`train.steps` (={total}) is less than the {done} steps done already")
@@ -88,18 +85,18 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
         policy = choose_policy(step, config.policy, workdir.path / "plan.json")
         program = Program(step, policy, batch_shapes(eval_set, config.eval.batch_size))
     print(
-        f"compiled in {program.compile_seconds:.0f} s: a step needs {format_bytes(program.bytes)} "
-        f"({format_bytes(program.predicted)} predicted), policy {config.policy}",
+        f"compiled in {program.compile_seconds:.0f} s: a step needs {program.bytes_text()}, "
+        f"policy {config.policy}",
         flush=True,
     )
 
-    state = jax.tree.map(jnp.asarray, state)
+    state = devices.everywhere(state)
     workdir.rewind(done)
-    best.forget_after(done)
+    saved.forget_best_after(done)
 
     def save() -> None:
         workdir.sync()
-        checkpoints.save(done, state, record)
+        saved.save(done, state, record)
 
     def evaluate() -> dict[str, Any]:
         batches = data.evaluation(eval_set, config.eval.batch_size)
@@ -108,30 +105,32 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
         quality = result[task.quality]
         if quality is not None and (record["best"] is None or quality > record["best"]["quality"]):
             record["best"] = {"step": done, "quality": quality}
-            best.save(done, state, record, replace=True)
+            saved.save_best(done, state, record)
         return result
 
     clock = Clock(workdir, config.train.batch_size, train_set.shape)
     boards = tensorboard(config, workdir.path, done)
     with (
         OutOfMemory(step, policy),
+        Watch(devices, workdir.path),
         Signals() as signals,
         Profiler(workdir.path / "profile", profile) as profiler,
         data.Batches(train_set, config.train.batch_size, seed=config.seed, start=done) as batches,
         Bar("step", total, start=done, every=config.log.every) as bar,
     ):
-        while done < total and not signals.received:
+        while done < total and not devices.any(bool(signals.received)):
             profiler.step()
             clock.begin()
             batch = next(batches)
             clock.loaded()
-            state, values = program.step(state, batch.images, batch.labels)
+            placed = map(devices.placed, (batch.images, batch.labels))
+            state, values = program.step(state, *placed)
             finite = bool(values["finite"])
             values = {name: float(values[name]) for name in ("loss", "gradient_norm")}
             clock.end()
             if not finite:
                 save()
-                raise Stopped(not_finite(done, values, batch, checkpoints.folder))
+                raise Stopped(not_finite(done, values, batch, saved.folder))
             done += 1
             line = {"step": done, **values, "learning_rate": float(learning_rate(done - 1))}
             workdir.write(line)
@@ -146,13 +145,16 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
                 clock.write(done)
         if done < total:
             save()
+            received = signals.received or signal.SIGTERM  # or another process received it
             bar.say(
-                f"stopped by {signals.received.name} after step {done}, which is saved; the same "
-                "command goes on"
+                f"stopped by {received.name} after step {done}, which is saved; the same command "
+                "goes on"
             )
-            return 128 + signals.received
-    skipped = {**train_set.skipped, **eval_set.skipped}
-    print(summary.write(workdir, step, program, policy, record, skipped, eval_set, state.weights))
+            return 128 + received
+    if devices.is_first:
+        skipped = {**train_set.skipped, **eval_set.skipped}
+        weights = jax.tree.map(np.asarray, state.weights)
+        print(summary.write(workdir, step, program, policy, record, skipped, eval_set, weights))
     return 0
 
 

@@ -90,6 +90,25 @@ class Workdir:
         self._lock.close()
 
 
+class ReadOnly(Workdir):
+    """The folder for the other processes of a run, which write nothing."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = pathlib.Path(path)
+
+    def adopt(self, config: ConfigDict) -> None: ...
+
+    def rewind(self, step: int) -> None: ...
+
+    def write(self, record: dict[str, Any]) -> None: ...
+
+    def write_timing(self, record: dict[str, Any]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def _lines(file: pathlib.Path) -> list[str]:
     """The complete lines; a killed process may leave a part of one at the end."""
     text = file.read_text() if file.exists() else ""

@@ -1,0 +1,126 @@
+"""One run on several processes, which really are: started, killed, interrupted, gone on with."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from experiments.config import ConfigError
+from experiments.hosts import find_devices
+
+ROOT = pathlib.Path(__file__).parent.parent
+STEPS = 60
+
+
+def launch(workdir, *arguments, devices=2):
+    """A process with so many devices."""
+    environment = {
+        **os.environ,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, "-m", "experiments.train", "--config=tests/tiny_config.py"]
+    return subprocess.Popen(
+        [*command, f"--workdir={workdir}", f"--config.train.steps={STEPS}", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def launch_two(workdir):
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    shared = [f"--coordinator={address}", "--processes=2"]
+    return [launch(workdir, *shared, f"--process={i}") for i in range(2)]
+
+
+def losses(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    return {line["step"]: line["loss"] for line in found if "split" not in line}
+
+
+def wait_for_step(workdir, step, processes):
+    for _ in range(2400):
+        if (workdir / "metrics.jsonl").exists() and max(losses(workdir), default=0) >= step:
+            return
+        assert all(p.poll() is None for p in processes), processes[0].communicate()[0][-3000:]
+        time.sleep(0.1)
+    pytest.fail(f"step {step} was not reached")
+
+
+def ended(process, seconds=60):
+    try:
+        return process.communicate(timeout=seconds)[0]
+    finally:
+        process.kill()
+
+
+def test_two_processes_one_lost_and_gone_on_with(tmp_path):
+    workdir = tmp_path / "many"
+    processes = launch_two(workdir)
+    wait_for_step(workdir, 26, processes)
+    processes[1].kill()
+    text = ended(processes[0])
+    assert processes[0].returncode not in (0, None)
+    assert "process 0 of 2 lost another" in text, text[-3000:]
+    assert str(workdir / "checkpoints") in text
+
+    processes = launch_two(workdir)
+    wait_for_step(workdir, 30, processes)
+    processes[1].send_signal(signal.SIGTERM)  # one is told, both stop
+    texts = [ended(p) for p in processes]
+    assert [p.returncode for p in processes] == [128 + signal.SIGTERM] * 2, texts
+    assert "going on after step 24" in texts[0]
+    assert "which is saved" in texts[0]
+
+    one = launch(workdir, devices=1)
+    text = ended(one, 120)
+    assert one.returncode == 0, text[-3000:]
+    assert re.search(r"going on after step \d+", text)
+    assert "on each of" not in text
+
+    alone = tmp_path / "one"
+    one = launch(alone, devices=1)
+    assert one.wait(120) == 0
+    found, expected = losses(workdir), losses(alone)
+    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    first = np.array([found[i] for i in range(1, 11)])
+    np.testing.assert_allclose(first, [expected[i] for i in range(1, 11)], rtol=1e-4)
+
+
+def test_one_process_with_a_mesh(tmp_path):
+    run = launch(tmp_path, "--config.mesh=(2,2)", "--config.data.size=30", devices=4)
+    text = ended(run, 120)
+    assert run.returncode == 0, text[-3000:]
+    assert "on each of 4 devices" in text
+
+
+@pytest.mark.parametrize("shape", [(3,), (0, 2), (1, 1, 1), (16, 2)])
+def test_a_wrong_mesh_is_refused(shape):
+    with pytest.raises(ConfigError, match="mesh"):
+        find_devices(shape)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--processes=2"], ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"]],
+)
+def test_flags_that_do_not_belong_together(tmp_path, arguments):
+    process = launch(tmp_path / "run", *arguments)
+    text = ended(process)
+    assert process.returncode == 1
+    assert text.startswith("error: --coordinator")
+    assert not (tmp_path / "run").exists()
