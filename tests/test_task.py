@@ -54,6 +54,22 @@ def test_metrics_by_their_definition_in_tiles_or_not(task):
         assert value == pytest.approx(found[name], rel=1e-5), name
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_evaluation_with_the_statistics_of_the_image_itself(own):
+    config = base("unet", channels=2, depth=1, padding="SAME", norm="batch", dropout=0.0)
+    config.eval.batch_statistics = own
+    task = Task(config)
+    image = np.random.default_rng(0).integers(0, 256, (1, 16, 16, 1), np.uint8)
+
+    @jax.jit
+    def both(weights, image):
+        training = task._merged(*weights)
+        return task.scores(weights, image), training(task.normalised(image))
+
+    evaluated, trained = both(task.weights(), image)
+    assert np.allclose(evaluated, trained, atol=1e-4) == own
+
+
 def test_more_positions_than_can_be_counted(task):
     with pytest.raises(ConfigError, match=r"65536 x 65536.*2\*\*32"):
         task.evaluation((1, 65536, 65536, 1), 1024)
