@@ -32,7 +32,10 @@ _PROCESSES = flags.DEFINE_integer("processes", None, "processes of this run")
 _PROCESS = flags.DEFINE_integer("process", None, "which of them this is, from 0")
 
 _HEARTBEAT_SECONDS = 30  # a process that was silent for so long is lost
-_CLUSTERS = (("SLURM_JOB_ID", "SLURM_NTASKS"), ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"))
+_CLUSTERS = (
+    ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
+    ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
+)
 
 
 def join() -> None:
