@@ -25,7 +25,8 @@ def launch(workdir, *arguments, devices=2):
     environment = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+        f"--xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, "-m", "experiments.train", "--config=tests/tiny_config.py"]
     return subprocess.Popen(
@@ -53,7 +54,7 @@ def losses(workdir):
 
 
 def wait_for_step(workdir, step, processes):
-    for _ in range(2400):
+    for _ in range(3000):
         if (workdir / "metrics.jsonl").exists() and max(losses(workdir), default=0) >= step:
             return
         assert all(p.poll() is None for p in processes), processes[0].communicate()[0][-3000:]
@@ -87,14 +88,15 @@ def test_two_processes_one_lost_and_gone_on_with(tmp_path):
     assert "which is saved" in texts[0]
 
     one = launch(workdir, devices=1)
-    text = ended(one, 120)
+    text = ended(one, 300)
     assert one.returncode == 0, text[-3000:]
     assert re.search(r"going on after step \d+", text)
     assert "on each of" not in text
 
     alone = tmp_path / "one"
     one = launch(alone, devices=1)
-    assert one.wait(120) == 0
+    text = ended(one, 300)
+    assert one.returncode == 0, text[-3000:]
     found, expected = losses(workdir), losses(alone)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     first = np.array([found[i] for i in range(1, 11)])
@@ -103,7 +105,7 @@ def test_two_processes_one_lost_and_gone_on_with(tmp_path):
 
 def test_one_process_with_a_mesh(tmp_path):
     run = launch(tmp_path, "--config.mesh=(2,2)", "--config.data.size=30", devices=4)
-    text = ended(run, 120)
+    text = ended(run, 300)
     assert run.returncode == 0, text[-3000:]
     assert "on each of 4 devices" in text
 
