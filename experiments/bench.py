@@ -2,7 +2,7 @@
 
     python -m experiments.bench --workdir=runs/bench
     python -m experiments.bench --workdir=runs/bench --peers     # PyTorch too, if it is installed
-    python -m experiments.bench --problem=vgg16,4096,bfloat16    # one problem
+    python -m experiments.bench --workdir=runs/bench --problem=vgg16,4096,bfloat16
 
 Rows per problem: plain JAX, `jax.checkpoint` per block and whole, the planner at a half, a quarter
 and an eighth of plain's temporary bytes; with several devices, if their number divides the image's

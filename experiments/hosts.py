@@ -12,6 +12,7 @@ Under SLURM and Open MPI the flags are not needed.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import pathlib
 import socket
@@ -150,6 +151,19 @@ class Devices:
     def from_first(self, tree: Any) -> Any:
         """The first process's numbers, in all of them."""
         return tree if self.processes == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+    def check_alike(self, settings: str) -> None:
+        """Refuse in all processes if they were not started with the same settings."""
+        if self.processes == 1:
+            return
+        mine = np.frombuffer(hashlib.sha256(settings.encode()).digest(), np.uint8)
+        digests = multihost_utils.process_allgather(mine)
+        other = [i for i, digest in enumerate(digests) if not np.array_equal(digest, digests[0])]
+        if other:
+            raise ConfigError(
+                f"processes {other} of {self.processes} have other settings than process 0: start "
+                "all with the same --config and the same --config.* flags"
+            )
 
     def any(self, flag: bool) -> bool:
         """Is it so in any process?"""

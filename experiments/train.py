@@ -61,6 +61,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     check(config)
     join()
     devices = find_devices(config.mesh)
+    devices.check_alike(config.to_json())
     workdir = Workdir(path) if devices.is_first else ReadOnly(path)
     workdir.adopt(config)
     make_repeatable(workdir.path, config.deterministic)

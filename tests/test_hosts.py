@@ -39,12 +39,13 @@ def launch(workdir, *arguments, devices=2):
     )
 
 
-def launch_two(workdir):
+def launch_two(workdir, *of_second):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
     shared = [f"--coordinator={address}", "--processes=2"]
-    return [launch(workdir, *shared, f"--process={i}") for i in range(2)]
+    more = [(), of_second]
+    return [launch(workdir, *shared, f"--process={i}", *more[i]) for i in range(2)]
 
 
 def losses(workdir):
@@ -101,6 +102,14 @@ def test_two_processes_one_lost_and_gone_on_with(tmp_path):
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     first = np.array([found[i] for i in range(1, 11)])
     np.testing.assert_allclose(first, [expected[i] for i in range(1, 11)], rtol=1e-4)
+
+
+def test_processes_with_other_settings_are_refused(tmp_path):
+    for process in launch_two(tmp_path / "run", "--config.seed=1"):
+        text = ended(process)
+        assert process.returncode == 1
+        assert "error: processes [1] of 2 have other settings" in text
+    assert not (tmp_path / "run").exists()
 
 
 def test_one_process_with_a_mesh(tmp_path):
