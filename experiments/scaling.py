@@ -14,8 +14,8 @@ image, at least two along an axis that has several devices, or in one piece (`wh
                + 2 (D - 1) / D * bytes of the weights' gradients / bandwidth
                + sums over devices * 2 ceil(log2 D) * latency
 
-Bytes and messages are those of `jaxtile.explain` for a device that has neighbours on all sides, one
-message after the other. Gradients are added up once per region, with the bytes of a ring and the
+Bytes and messages are those of `jaxtile.explain` for the device that sends most, one message after
+the other. Gradients are added up once per region, with the bytes of a ring and the
 latency of a tree; so are batch statistics, one layer after the other, their few bytes for nothing.
 
 Not in the model: an exchange that overlaps with compute (jaxtile has none), several devices that

@@ -48,13 +48,13 @@ class Exchanged:
     """
 
     forward: int = 0
-    """Of one device that has neighbours on all sides."""
+    """Of one device, the one that sends most."""
     backward: int = 0
     forward_in_all: int = 0
     """Of all devices together."""
     backward_in_all: int = 0
     forward_messages: int = 0
-    """In how many pieces one device that has neighbours on all sides sends its bytes."""
+    """In how many pieces one device sends its bytes, the one that sends most."""
     backward_messages: int = 0
     forward_sums: int = 0
     """Sums over devices: statistics, a loss. Those that do not wait for each other count as one, as
@@ -154,7 +154,7 @@ class Explanation:
             if r.devices:
                 sent = r.exchanged
                 lines.append(
-                    f"  each device sends {_bytes(sent.forward)} forwards and "
+                    f"  each device sends at most {_bytes(sent.forward)} forwards and "
                     f"{_bytes(sent.backward)} backwards; all together "
                     f"{_bytes(sent.forward_in_all)} and {_bytes(sent.backward_in_all)}"
                 )
@@ -249,14 +249,16 @@ def _exchanged(region: Region) -> Exchanged:
         exchange, itemsize = region.exchange(value), value.aval.dtype.itemsize
         again = region.grid is not None
         back = value.array.node is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact)
-        one, every = exchange.elements * itemsize, exchange.elements_in_all(devices) * itemsize
+        forward, forward_messages = exchange.sent(1, 0)
+        backward, backward_messages = exchange.sent(again, back)
+        every = exchange.sent_by_all(devices) * itemsize
         sent.update(
-            forward=one,
-            backward=one * (again + back),
+            forward=forward * itemsize,
+            backward=backward * itemsize,
             forward_in_all=every,
             backward_in_all=every * (again + back),
-            forward_messages=exchange.messages,
-            backward_messages=exchange.messages * (again + back),
+            forward_messages=forward_messages,
+            backward_messages=backward_messages,
         )
     return Exchanged(**sent)
 

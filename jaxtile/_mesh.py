@@ -5,17 +5,17 @@ an array of length `n`. Its *block* begins there and has `ceil(n / D)` positions
 where `n` does not divide, the last one may belong to the next device, and is never read.
 
 A region reads, on each device, an interval that may go beyond its own positions: the *halo*. It is
-received from the devices that own it, be they neighbours or further away, in one `ppermute` per
-distance: the sender cuts the same part out of its block everywhere, and the receiver puts it where
-it belongs, which differs by at most one position between devices. One axis after the other, so the
-corners come along. Cotangents go the same way back, and are added.
+received from the devices that own it, be they neighbours or further away: per distance, one
+`ppermute` with what all receivers read, and another for those that read more. No position is sent
+to a device that does not read it. One axis after the other, so the corners come along. Cotangents
+go the same way back, and are added.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -204,109 +204,111 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """Part `[lo, hi)` of its block, from each source to the device `-distance` away from it."""
+    """`size` positions of a block, from each source to the device `-distance` away from it."""
 
     distance: int
-    pairs: tuple[tuple[int, int], ...]
-    lo: int
-    hi: int
+    """0: a device keeps positions of its own."""
+    size: int
+    starts: tuple[int | None, ...]
+    """Per source, where in its block they begin; None: it sends nothing."""
+    places: tuple[int | None, ...]
+    """Per receiver, where in its array they go; None: it receives nothing."""
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Sources and receivers."""
+        return [(j, j - self.distance) for j, s in enumerate(self.starts) if s is not None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Halo:
-    """What devices read of each other along one dimension.
-
-    Each holds its block with `before` and `after` more positions around it.
-    """
+    """What each device reads along one dimension: of its own block, and of others'."""
 
     dim: int
     blocks: Blocks
+    reads: tuple[int, ...]
+    """Per device, the first position."""
+    size: int
+    """How many positions the device reads that reads most; all hold as many."""
     hops: tuple[Hop, ...]
-    before: int
-    after: int
 
     @classmethod
     def of(cls, dim: int, blocks: Blocks, window: Window) -> Halo:
         """The halo for windows that are given for the tiles of one device after the other.
 
         >>> window = Window(0, np.array([0, 3, 7, 10]), 6)  # those at the border moved inwards
-        >>> Halo.of(0, Blocks("rows", 16, 4), window).hops[0]
-        Hop(distance=-1, pairs=((0, 1), (1, 2), (2, 3)), lo=2, hi=4)
+        >>> halo = Halo.of(0, Blocks("rows", 16, 4), window)
+        >>> [(hop.pairs, hop.size) for hop in halo.hops if hop.distance == -1]
+        [([(0, 1), (1, 2), (2, 3)], 1), ([(2, 3)], 1)]
         """
-        count = blocks.devices
-        starts = _per_device(window.starts, count)
+        starts = _per_device(window.starts, blocks.devices)
         reads = [(int(s.min()), int(s.max()) + window.size) for s in starts]
-        hops = []
-        for distance in range(1 - count, count):
-            parts = {}
-            for i in range(count):
-                if distance and 0 <= (j := i + distance) < count:
-                    lo = max(0, reads[i][0] - blocks.start(j))
-                    hi = min(blocks.owned[j], reads[i][1] - blocks.start(j))
-                    if lo < hi:
-                        parts[j, i] = lo, hi
-            if parts:
-                lo, hi = min(p[0] for p in parts.values()), max(p[1] for p in parts.values())
-                hops.append(Hop(distance, tuple(parts), lo, hi))
-        halo = cls(dim, blocks, tuple(hops), 0, 0)
-        before = max((-p for h in hops for p in halo._places(h)), default=0)
-        ends = (p + h.hi - h.lo for h in hops for p in halo._places(h))
-        after = max(ends, default=0) - blocks.size
-        return dataclasses.replace(halo, before=max(0, before), after=max(0, after))
-
-    @property
-    def size(self) -> int:
-        """Positions that each device holds."""
-        return self.before + self.blocks.size + self.after
+        hops = [
+            hop
+            for distance in range(1 - blocks.devices, blocks.devices)
+            for hop in _hops(distance, blocks, reads)
+        ]
+        size = max(hi - lo for lo, hi in reads)
+        return cls(dim, blocks, tuple(lo for lo, _ in reads), size, tuple(hops))
 
     def origins(self, tiles: int) -> np.ndarray:
         """For each tile of each device, the position at which the array of its device begins."""
-        starts = [self.blocks.start(i) - self.before for i in range(self.blocks.devices)]
-        return np.repeat(np.array(starts, np.int64), tiles // self.blocks.devices)
+        return np.repeat(np.array(self.reads, np.int64), tiles // self.blocks.devices)
 
     def fill(self, x: Array) -> Array:
-        """A device's block with its halo."""
-        if not self.hops:
-            return x
+        """What a device reads, from its block and others'."""
+        name, dim = self.blocks.name, self.dim
         shape = list(x.shape)
-        shape[self.dim] = self.size
-        own = Hop(0, (), 0, self.blocks.size)
+        shape[dim] = self.size
         out = jnp.zeros(shape, x.dtype)
-        # From the first to the last: a position that a block shares with the next is the next's.
-        for hop in sorted([*self.hops, own], key=lambda h: h.distance):
-            piece = lax.slice_in_dim(x, hop.lo, hop.hi, axis=self.dim)
+        for hop in self.hops:
+            piece = lax.dynamic_slice_in_dim(x, _of_device(hop.starts, name), hop.size, dim)
             if hop.distance:
-                piece = lax.ppermute(piece, self.blocks.name, hop.pairs)
-            out = lax.dynamic_update_slice_in_dim(out, piece, self._place(hop), self.dim)
+                piece = lax.ppermute(piece, name, hop.pairs)
+            place = _of_device(hop.places, name)
+            if None in hop.places:
+                before = lax.dynamic_slice_in_dim(out, place, hop.size, dim)
+                piece = jnp.where(_has(hop.places, name), piece, before)
+            out = lax.dynamic_update_slice_in_dim(out, piece, place, dim)
         return out
 
     def fold(self, x: Array) -> Array:
-        """The transpose: what was added up in the halo is added to the blocks of its owners."""
-        if not self.hops:
-            return x
-        out = lax.slice_in_dim(x, self.before, self.before + self.blocks.size, axis=self.dim)
+        """The transpose: what was added up where it was read is added to the blocks of owners."""
+        name, dim = self.blocks.name, self.dim
+        shape = list(x.shape)
+        shape[dim] = self.blocks.size
+        out = jnp.zeros(shape, x.dtype)
         for hop in self.hops:
-            piece = lax.dynamic_slice_in_dim(x, self._place(hop), hop.hi - hop.lo, self.dim)
-            back = tuple((j, i) for i, j in hop.pairs)
-            piece = lax.ppermute(piece, self.blocks.name, back)
-            padding = [(0, 0, 0)] * x.ndim
-            padding[self.dim] = (hop.lo, self.blocks.size - hop.hi, 0)
-            out = out + lax.pad(piece, jnp.zeros((), x.dtype), padding)
-        if self.blocks.uneven:
-            own = _of_device(self.blocks.owned, self.blocks.name)
-            mine = lax.broadcasted_iota(np.int32, out.shape, self.dim) < own
-            out = jnp.where(mine, out, jnp.zeros((), out.dtype))
+            piece = lax.dynamic_slice_in_dim(x, _of_device(hop.places, name), hop.size, dim)
+            if hop.distance:  # who is sent nothing has zeros
+                piece = lax.ppermute(piece, name, [(j, i) for i, j in hop.pairs])
+            elif None in hop.places:
+                piece = jnp.where(_has(hop.places, name), piece, jnp.zeros((), x.dtype))
+            start = _of_device(hop.starts, name)
+            sums = lax.dynamic_slice_in_dim(out, start, hop.size, dim) + piece
+            out = lax.dynamic_update_slice_in_dim(out, sums, start, dim)
         return out
 
-    def _places(self, hop: Hop) -> list[int]:
-        start = self.blocks.start
-        return [
-            self.before + start(i + hop.distance) - start(i) + hop.lo
-            for i in range(self.blocks.devices)
-        ]
 
-    def _place(self, hop: Hop):
-        return _of_device(self._places(hop), self.blocks.name)
+def _hops(distance: int, blocks: Blocks, reads: Sequence[tuple[int, int]]) -> Iterator[Hop]:
+    """What devices read of those so far away; the nearest to them, which most read, comes first."""
+    count = blocks.devices
+    parts = {}
+    for i, j in ((i, i + distance) for i in range(count) if 0 <= i + distance < count):
+        lo = max(0, reads[i][0] - blocks.start(j))
+        hi = min(blocks.owned[j], reads[i][1] - blocks.start(j))
+        if lo < hi:
+            parts[i, j] = lo, hi
+    sent = 0
+    for size in sorted({hi - lo for lo, hi in parts.values()}):
+        starts: list[int | None] = [None] * count
+        places: list[int | None] = [None] * count
+        for (i, j), (lo, hi) in parts.items():
+            if hi - lo >= size:
+                start = hi - size if distance < 0 else lo + sent
+                starts[j], places[i] = start, blocks.start(j) + start - reads[i][0]
+        yield Hop(distance, size - sent, tuple(starts), tuple(places))
+        sent = size
 
 
 def _per_device(values: np.ndarray, devices: int) -> np.ndarray:
@@ -316,11 +318,18 @@ def _per_device(values: np.ndarray, devices: int) -> np.ndarray:
     return values.reshape(devices, -1)
 
 
-def _of_device(values: Sequence[int], name: str):
-    """The value of this device, a plain number where they are all the same."""
-    if len(set(values)) == 1:
-        return int(values[0])
-    return jnp.asarray(values, np.int32)[lax.axis_index(name)]
+def _of_device(values: Sequence[int | None], name: str):
+    """The value of this device, a plain number where they are all the same; any, where None."""
+    some = next(v for v in values if v is not None)
+    if all(v in (some, None) for v in values):
+        return some
+    numbers = [some if v is None else v for v in values]
+    return jnp.asarray(numbers, np.int32)[lax.axis_index(name)]
+
+
+def _has(values: Sequence[int | None], name: str) -> Array:
+    """Has this device a value?"""
+    return jnp.asarray([v is not None for v in values])[lax.axis_index(name)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,25 +350,28 @@ class Exchange:
             x = halo.fold(x)
         return x
 
-    @property
-    def elements(self) -> int:
-        """Elements that one device sends, if none of its neighbours is missing."""
-        return sum(n for n, _, _ in self._messages())
+    def sent(self, fills: int, folds: int) -> tuple[int, int]:
+        """Elements and messages that one device sends in all, the one that sends most."""
+        most = [
+            (fills * sent + folds * received).max(1) for sent, received in self._per_dimension()
+        ]
+        elements, messages = sum(most, np.zeros(2, np.int64))
+        return int(elements), int(messages)
 
-    @property
-    def messages(self) -> int:
-        """Messages that one device sends, if none of its neighbours is missing."""
-        return sum(1 for _ in self._messages())
+    def sent_by_all(self, devices: int) -> int:
+        """Elements that all devices of the mesh send in one `fill`, or in one `fold`."""
+        sent = (s[0] for s, _ in self._per_dimension())
+        return sum(int(elements.sum()) * devices // len(elements) for elements in sent)
 
-    def elements_in_all(self, devices: int) -> int:
-        """Elements that all devices of the mesh send."""
-        return sum(n * senders * devices // row for n, senders, row in self._messages())
-
-    def _messages(self):
-        """Elements of a message, how many devices along the axis send one, and how many it has."""
+    def _per_dimension(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """What each device along the mesh axis sends and receives: elements and messages."""
         shape = list(self.shape)
         for halo in self.halos:
+            sent, received = np.zeros((2, 2, halo.blocks.devices), np.int64)
             for hop in halo.hops:
-                shape[halo.dim] = hop.hi - hop.lo
-                yield math.prod(shape), len(hop.pairs), halo.blocks.devices
+                shape[halo.dim] = hop.size
+                for source, receiver in hop.pairs if hop.distance else ():
+                    sent[:, source] += math.prod(shape), 1
+                    received[:, receiver] += math.prod(shape), 1
+            yield sent, received
             shape[halo.dim] = halo.size
