@@ -104,14 +104,14 @@ def _kernels(program: Program) -> list[Kernel]:
     def takes(reader: Node, producer: Node) -> bool:
         readers = producer.outputs[0].readers
         if reader in repeated:  # only what costs little, and has no other use
-            return len(readers) == 1 and not producer.expensive
+            return producer.constant or (len(readers) == 1 and not producer.expensive)
         if not on_cpu and reader.reduces_windows:
             return all(r.reduces_windows for r in readers)
         if not on_cpu and reader.op in _REDUCTIONS:
             return True
         if reader in taken:
             return producer.op == "broadcast_in_dim"
-        return reader.takes_producers
+        return reader.takes_producers(program.platform)
 
     for node in reversed(program.nodes):
         if not on_cpu and node.reduces_windows and node.windows_overlap:
@@ -137,7 +137,7 @@ def _kernels(program: Program) -> list[Kernel]:
         if needed and not costly and node.effectively_unary and on_cpu:
             again.add(node)
     return [
-        Kernel(node, _reads(node, taken, again))
+        Kernel(node, _reads(node, program.platform, taken, again))
         for node in program.nodes
         if any(v.has_buffer for v in node.outputs)
     ]
@@ -164,11 +164,13 @@ def _read_too_often(program: Program) -> set[Node]:
     return found
 
 
-def _reads(node: Node, taken: Collection[Node], again: Collection[Node]) -> list[Value]:
+def _reads(
+    node: Node, platform: str, taken: Collection[Node], again: Collection[Node]
+) -> list[Value]:
     """The buffers that a kernel reads: its operands, or theirs, through what is fused into it."""
     reads: dict[Value, None] = {}
     seen: set[Value] = set()
-    pending = [(v, node.takes_producers) for v in reversed(node.inputs)]
+    pending = [(v, node.takes_producers(platform)) for v in reversed(node.inputs)]
     while pending:
         value, fused = pending.pop()
         if value in seen or value.literal:
@@ -178,7 +180,7 @@ def _reads(node: Node, taken: Collection[Node], again: Collection[Node]) -> list
         if made in taken:
             pending += [(v, False) for v in reversed(made.inputs)]
         elif made and made.fusible and (not value.has_buffer or (fused and made in again)):
-            pending += [(v, made.takes_producers) for v in reversed(made.inputs)]
+            pending += [(v, made.takes_producers(platform)) for v in reversed(made.inputs)]
         else:
             reads[value] = None
     return list(reads)

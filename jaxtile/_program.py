@@ -123,9 +123,14 @@ class Node:
         return not (self.op == "div" and self.inputs[1].literal)
 
     @property
-    def takes_producers(self) -> bool:
+    def constant(self) -> bool:
+        """One number everywhere."""
+        return self.op == "broadcast_in_dim" and all(v.literal for v in self.inputs)
+
+    def takes_producers(self, platform: str) -> bool:
         """Whether what makes its operands can be fused into it."""
-        if self.op == "concatenate":  # copied block by block, unless the blocks are rows
+        if self.op == "concatenate" and platform == "cpu":
+            # Copied block by block, unless the blocks are rows.
             minor = len(self.outputs[0].shape) - 1
             return self.fusible and len(self.inputs) <= 8 and self.params["dimension"] != minor
         return self.fusible and self.op != "reduce_precision"

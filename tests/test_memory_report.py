@@ -357,6 +357,31 @@ def test_on_a_gpu_a_long_sum_is_not_computed_twice():
     assert "add" in labels(predict_memory(jaxpr, platform="gpu", largest=20))
 
 
+def test_on_a_gpu_a_number_is_part_of_what_reads_it():
+    """The zeros of a relu, also of one that an overlapping pool computes again for each window."""
+
+    def fun(params, x):
+        for w in params:
+            x = jax.nn.relu(conv(x, w))
+        return nnx.max_pool(x, (3, 3), (2, 2))
+
+    found = predict_memory(jax.make_jaxpr(fun)(*shapes(layers=2)), platform="gpu", largest=20)
+    assert "conv_general_dilated" in labels(found)
+    assert "max (broadcast_in_dim)" not in labels(found)
+
+
+def test_on_a_gpu_what_is_concatenated_is_not_stored_first():
+    def fun(params, x):
+        maps = [conv(x, w) for w in params]
+        joined = jnp.concatenate([jnp.tanh(m) for m in maps], 3)
+        return conv(joined, jnp.concatenate(params, 2)) + sum(maps)
+
+    traced = jax.make_jaxpr(fun)(*shapes(layers=2))
+    cpu, gpu = (predict_memory(traced, platform=p, largest=20) for p in ("cpu", "gpu"))
+    assert "tanh" in labels(cpu)
+    assert "tanh" not in labels(gpu)
+
+
 def test_every_order_has_every_kernel_once():
     tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
     for fun in (network, pooled, tiled):
