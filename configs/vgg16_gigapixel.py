@@ -11,7 +11,7 @@ from experiments.config import base
 
 def get_config():
     config = base("vgg16")
-    config.policy = "budget:64GiB"
+    config.policy = "budget:32GiB"
     config.dtype = "bfloat16"
     config.data.kind = "textures"
     config.data.size = 32768

@@ -35,6 +35,7 @@ _SMALL = 4096  # bytes that are not worth a search
 # A reduction is a library call on the CPU, and takes one of these along if nothing else reads it.
 _TAKEN_ALONG = frozenset(["add", "add_any", "max", "min", "mul", "square", "sub"])
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
+_PARTS = ("slice", "dynamic_slice", "gather")
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,9 +105,10 @@ def _kernels(program: Program) -> list[Kernel]:
     def takes(reader: Node, producer: Node) -> bool:
         readers = producer.outputs[0].readers
         if reader in repeated:  # only what costs little, and has no other use
-            return producer.constant or (len(readers) == 1 and not producer.expensive)
+            free = producer.constant or producer.op in _PARTS
+            return free or (len(readers) == 1 and not producer.expensive)
         if not on_cpu and reader.reduces_windows:
-            return all(r.reduces_windows for r in readers)
+            return all(r.reduces_windows or r.takes_producers(program.platform) for r in readers)
         if not on_cpu and reader.op in _REDUCTIONS:
             return True
         if reader in taken:
@@ -156,6 +158,8 @@ def _read_too_often(program: Program) -> set[Node]:
             continue
         value = node.outputs[0]
         read = frozenset().union(*(sources.get(v, {v}) for v in node.inputs if not v.literal))
+        if node.op in _PARTS and sum(v.bytes for v in read) > value.bytes:
+            read = frozenset([value])  # no more than it has itself
         operands, n = sum(v.bytes for v in read), len(value.readers)
         if n > 1 and n * operands > operands + (n + 1) * value.bytes:
             found.add(node)
@@ -184,6 +188,19 @@ def _reads(
         else:
             reads[value] = None
     return list(reads)
+
+
+def _is_reduced(value: Value) -> bool:
+    """Whether a reduction reads it, or what is fused into one."""
+    pending, seen = [value], set()
+    while pending:
+        for reader in pending.pop().readers:
+            if reader.op in _REDUCTIONS:
+                return True
+            if reader.fusible and reader not in seen and not reader.outputs[0].has_buffer:
+                seen.add(reader)
+                pending.append(reader.outputs[0])
+    return False
 
 
 def buffers(program: Program, donated: Collection[Value] = ()) -> list[Buffer]:
@@ -236,7 +253,9 @@ class _Lifetimes:
                 if value in outside or self._lies_in_carry(program, node, value, last, i):
                     held[value] = Buffer(0, start, self.now, kind, value)
                     continue
-                buffer = self._take_over(node, k, dying)
+                # On a GPU, one kernel makes a value and adds it up, and that is not elementwise.
+                alone = program.platform == "cpu" or not _is_reduced(value)
+                buffer = self._take_over(node, k, dying) if alone or node.starts else None
                 if buffer is None:
                     buffer = Buffer(value.bytes, start, self.now, kind, value)
                     found.append(buffer)

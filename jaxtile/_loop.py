@@ -146,7 +146,7 @@ class Loop:
     def pull(self, inputs, globals_, kept, cotangents, wanted, rows):
         """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
         kept, remembered = kept
-        zeros = zeros_after([c for c in cotangents if c is not None])
+        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
         carry = self._sums(inputs, globals_, wanted, len(rows), zeros)
 
         def body(carry, xs):

@@ -144,10 +144,8 @@ def after(tree: Any, arrays: Sequence[Array]) -> Any:
     same, so it computes again what was computed from them.
     """
     if _barriers_are_removed():
-        # An array may be a constant, and its zero too: add one of the values.
-        zeros = [_zero_of(arrays), _zero_of(jax.tree.leaves(tree))]
-        zero = sum(z.astype(jnp.float32) for z in zeros if z is not None)
-        return jax.tree.map(lambda x: _minus(x, zero), tree)
+        zero = _zero_of(arrays, jax.tree.leaves(tree))
+        return tree if zero is None else jax.tree.map(lambda x: _minus(x, zero), tree)
     tree, _ = lax.optimization_barrier((tree, list(arrays)))
     return tree
 
@@ -157,30 +155,35 @@ def _barriers_are_removed() -> bool:
     return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
 
 
-def _minus(x: Array, zero: Any) -> Array:
-    return x - jnp.asarray(zero, x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _minus(x: Array, zero: Array) -> Array:
+    return x - zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _zero_of(arrays: Sequence[Array]) -> Array | None:
-    """A zero that exists only once the first of these arrays does.
+def _zero_of(*groups: Sequence[Array]) -> Array | None:
+    """A zero that exists only once the first floating-point array of each group does.
 
-    It is `x - x` of an element `x`, which the compiler cannot know to be 0: it is NaN for an
-    infinite `x`, and then not used.
+    It is a sum of `x - x` for an element `x` of each, which the compiler cannot know to be 0: it is
+    NaN for an infinite `x`, and then not used.
     """
-    for x in arrays:
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
-            element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-            return jnp.where(jnp.isfinite(element), element - element, 0)
-    return None
+    zeros = []
+    for arrays in groups:
+        for x in arrays:
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+                element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+                element = element.astype(jnp.float32)
+                zeros.append(jnp.where(jnp.isfinite(element), element - element, 0))
+                break
+    return sum(zeros[1:], zeros[0]) if zeros else None
 
 
-def zeros_after(arrays: Sequence[Array]) -> Callable[..., Array]:
-    """`jnp.zeros`, but made only once the first of these arrays exists.
+def zeros_after(*groups: Sequence[Array]) -> Callable[..., Array]:
+    """`jnp.zeros`, but made only once the first array of each group exists.
 
     Zeros depend on nothing, so XLA may allocate the accumulators of all loops before the first one
-    runs.
+    runs; and it makes all zeros of a shape one array, which a loop that adds to them must copy. A
+    cotangent may be a constant, and its zero too, so a second group must be something that is not.
     """
-    zero = _zero_of(arrays)
+    zero = _zero_of(*groups)
     if zero is None:
         return jnp.zeros
     return lambda shape, dtype: jnp.broadcast_to(zero.astype(dtype), shape)

@@ -216,7 +216,7 @@ class _Kept(_Tiles):
 
     def pull(self, inputs, globals_, kept, cotangents, wanted, rows):
         row = list(rows[0])
-        zeros = zeros_after([c for c in cotangents if c is not None])
+        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
         sums = self._sums([self._aval(v) for v in self.region.inputs], globals_, wanted, 1, zeros)
         values = [[self._aval(t.value)] for t in self.region.targets]
         shares = self.cotangent_shares(values, (), (), cotangents, row)
