@@ -28,7 +28,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from ._packing import packed_bytes
-from ._program import MOVES, Node, Program, Value, narrow
+from ._program import MOVES, RANDOM, Node, Program, Value, narrow
 from ._schedule import Kernel, order
 
 _SMALL = 4096  # bytes that are not worth a search
@@ -149,9 +149,10 @@ def _read_too_often(program: Program) -> set[Node]:
     """What a GPU's compiler does not fuse into its readers, because they would read too much.
 
     Fused, each of n readers reads all operands. Otherwise these are read once, the result is
-    written, and read n times.
+    written, and read n times. What is made of random numbers is not computed n times either.
     """
     found: set[Node] = set()
+    drawn: set[Value] = set()
     sources: dict[Value, frozenset[Value]] = {}
     for node in program.nodes:
         if not node.fusible:
@@ -161,10 +162,13 @@ def _read_too_often(program: Program) -> set[Node]:
         if node.op in _PARTS and sum(v.bytes for v in read) > value.bytes:
             read = frozenset([value])  # no more than it has itself
         operands, n = sum(v.bytes for v in read), len(value.readers)
-        if n > 1 and n * operands > operands + (n + 1) * value.bytes:
+        random = not drawn.isdisjoint(node.inputs)
+        if n > 1 and (random or n * operands > operands + (n + 1) * value.bytes):
             found.add(node)
-        else:
-            sources[value] = read
+            continue
+        sources[value] = read
+        if random or node.op == RANDOM:
+            drawn.add(value)
     return found
 
 

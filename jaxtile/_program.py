@@ -45,6 +45,7 @@ _EXPENSIVE = frozenset(
     lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh
     """.split()
 )
+RANDOM = "random words"
 OPAQUE = ("shard_map", "pallas_call", "custom_partitioning", "ffi_call", "xla_pmap")
 
 
@@ -583,10 +584,18 @@ def _max_pool_gradient(program: Program, params, avals, inputs, context) -> list
 
 
 def _random_bits(program: Program, params, avals, inputs, context) -> list[Value]:
-    """A loop makes two words per element; what is done with them is fused into their readers."""
+    """Two words per element; what is done with them is fused into their readers."""
     words = [jax.ShapeDtypeStruct(avals[0].shape, np.dtype("uint32"))] * 2
-    made = program._some("random_bits", inputs, context, words, params)
+    made = _random_words(program, params, words, inputs, context)
     return [program._one("xor", made, context, avals[0])]
+
+
+def _random_words(program: Program, params, avals, inputs, context) -> list[Value]:
+    """On the CPU a loop makes both; elsewhere they are arithmetic like any other."""
+    if program.platform == "cpu":
+        return program._some("random_bits", inputs, context, avals, params)
+    key = _key(params)
+    return [program._one(RANDOM, inputs, context, a, (k, key)) for k, a in enumerate(avals)]
 
 
 _LOWERINGS = {
@@ -594,4 +603,5 @@ _LOWERINGS = {
     "dot_general": _contraction,
     "select_and_scatter_add": _max_pool_gradient,
     "random_bits": _random_bits,
+    "threefry2x32": _random_words,
 }

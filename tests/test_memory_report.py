@@ -382,6 +382,21 @@ def test_on_a_gpu_what_is_concatenated_is_not_stored_first():
     assert "tanh" not in labels(gpu)
 
 
+def test_on_a_gpu_a_mask_is_held_and_its_random_words_are_not():
+    def fun(params, x):
+        for i, w in enumerate(params):
+            x = conv(x, w)
+            mask = jax.random.bernoulli(jax.random.key(i), 0.5, x.shape)
+            x = jnp.where(mask, jnp.tanh(x), 0)
+        return x
+
+    traced = jax.make_jaxpr(training(fun))(*shapes(layers=2))
+    cpu, gpu = (predict_memory(traced, platform=p, largest=20) for p in ("cpu", "gpu"))
+    assert any(str(k.dtype) == "bool" for k in gpu.largest)
+    assert not any(str(k.dtype) == "uint32" and len(k.shape) == 4 for k in gpu.largest)
+    assert cpu.bytes.temporaries > gpu.bytes.temporaries
+
+
 def test_every_order_has_every_kernel_once():
     tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
     for fun in (network, pooled, tiled):
