@@ -196,6 +196,8 @@ class Program:
         carry: tuple[int, int] = (0, 0),
         sliced: int = 0,
     ):
+        self.inside = context is not None
+        """Is this the body of a loop, or a branch?"""
         context = context or Context()
         self.platform, self.nodes = platform, []
         self.prepared: dict[Value, None] = {}
@@ -503,9 +505,13 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
         program.in_order(inputs[0], (lhs[0], *lhs[2:], lhs[1]), context),
         program.in_order(inputs[1], (*rhs[2:], rhs[1], rhs[0]), context),
     ]
-    if program.platform != "cpu" and inputs[1].base in program.arguments:
-        program.prepared[inputs[1].base] = None
     if program.platform != "cpu":
+        kernel = inputs[1].base
+        reversed_ = kernel.node.inputs[0] if kernel.node and kernel.node.op == "rev" else None
+        if program.inside and reversed_ in program.arguments:  # the same copy serves for gradients
+            kernel = operands[1] = reversed_
+        if kernel in program.arguments:
+            program.prepared[kernel] = None
         operands[0] = _padded(program, params, operands[0], context)
     usual = (out[0], *out[2:], out[1])
     if program.platform != "cpu":

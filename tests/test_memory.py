@@ -4,9 +4,11 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxtile
+from jaxtile._recompute import zeros_after
 
 from .support import conv
 
@@ -128,3 +130,16 @@ def test_stored_values_are_the_only_whole_arrays_between_regions():
 
     array = 128 * 128 * 8 * 4
     assert bytes_with("layer3") - bytes_with() <= 2.1 * array
+
+
+@pytest.mark.parametrize("element", [1.5, np.inf, np.nan])
+def test_accumulators_are_zeros_that_the_compiler_does_not_know(element):
+    """Else all zeros of a shape are one array, which is held for others and copied for a loop."""
+
+    def zeros(x):
+        one = jnp.ones((), x.dtype)  # the cotangent of a loss is a constant
+        return zeros_after([one], [x])((3,), x.dtype)
+
+    x = jnp.full((2, 2), element)
+    assert not np.asarray(jax.jit(zeros)(x)).any()
+    assert "is-finite" in jax.jit(zeros).lower(x).compile().as_text()
