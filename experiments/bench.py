@@ -155,11 +155,13 @@ _TITLES = {
 def table(problem: Cell, rows: Sequence[Result]) -> list[str]:
     """Markdown: times and bytes beyond arguments and outputs, and both as ratios to plain JAX."""
     plain = rows[0].values
-    device = next((r.values["device"] for r in rows if "device" in r.values), "-")
+    # Rows that were measured elsewhere, or with another JAX, do not pass unseen.
+    devices = dict.fromkeys(r.values["device"] for r in rows if "device" in r.values)
+    versions = dict.fromkeys(r.machine["jax"] for r in rows)
     batch, height, width, _ = problem.shape
     lines = [
-        f"{problem.model}, {batch} x {height} x {width}, {problem.dtype}; {device}, "
-        f"jax {rows[0].machine['jax']}",
+        f"{problem.model}, {batch} x {height} x {width}, {problem.dtype}; "
+        f"{' and '.join(devices) or '-'}, jax {' and '.join(versions)}",
         "",
         "| schedule | ms | ratio | GiB | ratio | Mpixel/s |",
         "|---|---|---|---|---|---|",

@@ -27,8 +27,9 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ._instructions import MOVES, RANDOM, Node, Value, narrow
 from ._packing import packed_bytes
-from ._program import MOVES, RANDOM, Node, Program, Value, narrow
+from ._program import Program
 from ._schedule import Kernel, order
 
 _SMALL = 4096  # bytes that are not worth a search
@@ -104,7 +105,7 @@ def _kernels(program: Program) -> list[Kernel]:
 
     def takes(reader: Node, producer: Node) -> bool:
         readers = producer.outputs[0].readers
-        if reader in repeated:  # only what costs little, and has no other use
+        if reader in repeated:  # only what costs nothing, or little and has no other use
             free = producer.constant or producer.op in _PARTS
             return free or (len(readers) == 1 and not producer.expensive)
         if not on_cpu and reader.reduces_windows:
@@ -212,7 +213,7 @@ def buffers(program: Program, donated: Collection[Value] = ()) -> list[Buffer]:
 
     An output that takes the place of a donated argument is there from the start.
     """
-    found = _Lifetimes().run(program, inside=False)
+    found = _Lifetimes().run(program)
     free = collections.Counter((v.shape, v.dtype) for v in donated)
     for buffer in found:
         key = (buffer.what.shape, buffer.what.dtype)
@@ -228,7 +229,7 @@ class _Lifetimes:
     def __init__(self) -> None:
         self.now = 0
 
-    def run(self, program: Program, inside: bool, outside: Collection[Value] = ()) -> list[Buffer]:
+    def run(self, program: Program, outside: Collection[Value] = ()) -> list[Buffer]:
         """What is outside lies in a buffer of the caller."""
         kernels = order(program, _kernels(program))
         reads = [list(dict.fromkeys(v.array for v in k.reads)) for k in kernels]
@@ -242,7 +243,7 @@ class _Lifetimes:
             start = self.now
             for body in node.bodies:
                 branch = node.op == "cond"
-                found += self.run(body, inside=True, outside=body.outputs if branch else ())
+                found += self.run(body, outside=body.outputs if branch else ())
                 found += [Buffer(v.bytes, start, self.now, "tile", v) for v in body.prepared]
             if node.op == "barrier":
                 continue
@@ -252,7 +253,7 @@ class _Lifetimes:
             for k, value in enumerate(node.outputs):
                 if not value.has_buffer:
                     continue
-                kind = "tile" if inside else node.context.kind
+                kind = "tile" if program.inside else node.context.kind
                 kind = "host" if value.in_host_memory else kind
                 if value in outside or self._lies_in_carry(program, node, value, last, i):
                     held[value] = Buffer(0, start, self.now, kind, value)
@@ -264,7 +265,7 @@ class _Lifetimes:
                     buffer = Buffer(value.bytes, start, self.now, kind, value)
                     found.append(buffer)
                 held[value] = buffer
-                if value in outputs and not inside:
+                if value in outputs and not program.inside:
                     buffer.kind = "output"
             for buffer in dying.values():
                 buffer.end = self.now

@@ -24,7 +24,8 @@ import numpy as np
 from . import _compiled
 from ._buffers import Buffer, at_peak, buffers, gaps
 from ._errors import user_line
-from ._program import OPAQUE, Program, Value
+from ._instructions import Value
+from ._program import OPAQUE, Program
 
 _KINDS = ("stored", "recomputed", "gradients", "tile", "gaps")
 

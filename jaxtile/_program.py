@@ -1,23 +1,22 @@
 """A traced function as XLA sees it first: one flat list of operations.
 
 Calls are inlined, equal operations merged, unused ones dropped. Some operations become several, as
-XLA lowers them: the gradient of a max pool needs index arrays; on the CPU, a convolution or a
-contraction with an unusual dimension order needs its operands copied into the usual one; on a GPU,
-an image that is padded unevenly is copied, and all zeros of one shape are one array.
+XLA lowers them (`_lowerings`); on a GPU, all zeros of one shape are one array.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from ._instructions import MOVES, Context, Node, Value, is_in_order, narrow
+from ._lowerings import LOWERINGS
 from ._rules import find
 from ._rules._elementwise import Elementwise
 
@@ -33,156 +32,7 @@ _VIEWS = frozenset(
     random_wrap random_unwrap bitcast_convert_type pvary
     """.split()
 )
-MOVES = frozenset(
-    """
-    broadcast_in_dim iota slice pad transpose rev gather dynamic_slice concatenate split
-    """.split()
-)
-# XLA does not compute these twice to save a buffer.
-_EXPENSIVE = frozenset(
-    """
-    acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1
-    lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh
-    """.split()
-)
-RANDOM = "random words"
 OPAQUE = ("shard_map", "pallas_call", "custom_partitioning", "ffi_call", "xla_pmap")
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Value:
-    """One array. A literal, or one made by a barrier (`source`), takes no buffer of its own."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    node: Node | None = None
-    literal: bool = False
-    source: Value | None = None
-    view_of: Value | None = None
-    """The array itself, if this is only how one equation sees its shape."""
-    name: str | None = None
-    readers: list[Node] = dataclasses.field(default_factory=list)
-    has_buffer: bool = False
-    in_host_memory: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * getattr(self.dtype, "itemsize", 4)
-
-    @property
-    def base(self) -> Value:
-        return self if self.view_of is None else self.view_of
-
-    def seen_as(self, shape: tuple[int, ...]) -> Value:
-        """With the shape that an equation sees: a reshape is the same array."""
-        if self.base.shape == tuple(shape):
-            return self.base
-        return dataclasses.replace(self.base, shape=tuple(shape), view_of=self.base)
-
-    @property
-    def array(self) -> Value:
-        value = self.base
-        while value.source is not None:
-            value = value.source
-        return value
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Node:
-    """One operation, as XLA sees it."""
-
-    op: str
-    inputs: list[Value]
-    context: Context
-    params: dict[str, Any]
-    outputs: list[Value] = dataclasses.field(default_factory=list)
-    fusible: bool = False
-    in_place: bool = False
-    for_layout: bool = False
-    """Copies an operand into the dimension order that a library wants."""
-    bodies: list[Program] = dataclasses.field(default_factory=list)
-    starts: list[Value] = dataclasses.field(default_factory=list)
-    """What a loop's carry starts as, per output."""
-    merged: int = 0
-    """Equal operations that this one stands for, too."""
-
-    @property
-    def label(self) -> str:
-        """The primitive, and what it became."""
-        name = self.context.primitive
-        return self.op if self.op == name or not name else f"{name} ({self.op})"
-
-    def output(self, shape: Iterable[int], dtype: Any) -> Value:
-        self.outputs.append(Value(tuple(shape), dtype, self))
-        return self.outputs[-1]
-
-    @property
-    def expensive(self) -> bool:
-        if self.op not in _EXPENSIVE or self.outputs[0].dtype.kind not in "fcV":
-            return False
-        # A division by a constant becomes a multiplication.
-        return not (self.op == "div" and self.inputs[1].literal)
-
-    @property
-    def constant(self) -> bool:
-        """One number everywhere."""
-        return self.op == "broadcast_in_dim" and all(v.literal for v in self.inputs)
-
-    def takes_producers(self, platform: str) -> bool:
-        """Whether what makes its operands can be fused into it."""
-        if self.op == "concatenate" and platform == "cpu":
-            # Copied block by block, unless the blocks are rows.
-            minor = len(self.outputs[0].shape) - 1
-            return self.fusible and len(self.inputs) <= 8 and self.params["dimension"] != minor
-        return self.fusible and self.op != "reduce_precision"
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether the result may lie where an operand of equal shape was."""
-        return self.in_place or (self.fusible and self.op not in ("transpose", "rev"))
-
-    @property
-    def reduces_windows(self) -> bool:
-        return self.op.startswith("reduce_window")
-
-    @property
-    def windows_overlap(self) -> bool:
-        sizes = self.params["window_dimensions"]
-        return any(n > s for n, s in zip(sizes, self.params["window_strides"], strict=True))
-
-    @property
-    def effectively_unary(self) -> bool:
-        """At most one operand is as large as the result: computing it twice reads no more."""
-        rank = len(self.outputs[0].shape)
-        large = [
-            v
-            for v in self.inputs
-            if not (v.literal or (v.node and v.node.op in ("broadcast_in_dim", "iota")))
-            and len(v.shape) >= rank
-        ]
-        return len(large) <= 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """Where an equation comes from: its kind of work, and its source, innermost call first."""
-
-    kind: str = "stored"
-    sources: tuple[Any, ...] = ()
-    primitive: str = ""
-
-    def enter(self, eqn: Any) -> Context:
-        kind = _kind(eqn.source_info.name_stack) or self.kind
-        return Context(kind, (eqn.source_info, *self.sources), eqn.primitive.name)
-
-
-@functools.lru_cache(maxsize=4096)
-def _kind(name_stack: Any) -> str | None:
-    """What JAX notes of the transformation that made an equation."""
-    text = str(name_stack)
-    if "rematted_computation" in text:
-        return "recomputed"
-    return "gradients" if "transpose(" in text else None
 
 
 class Program:
@@ -213,7 +63,7 @@ class Program:
             jaxpr.invars[first_slice:], self.arguments[first_slice:], strict=True
         ):
             # A loop reads one slice per iteration.
-            node = self._node("dynamic_slice", [stacked], context, fusible=True)
+            node = self.node("dynamic_slice", [stacked], context, fusible=True)
             env[var] = node.output(var.aval.shape, var.aval.dtype)
         self._run(jaxpr, env, context)
         self.outputs = [self._read(env, v) for v in jaxpr.outvars]
@@ -292,7 +142,7 @@ class Program:
         same_number = name in _VIEWS and len(inputs) == len(avals)
         if same_number or self._is_view(name, params, inputs, avals):
             return inputs[: len(avals)]
-        if name in _LOWERINGS:
+        if name in LOWERINGS:
             return self._special(name, params, avals, inputs, context)
         fusible = name in MOVES or isinstance(find(eqn.primitive), Elementwise)
         if self.platform != "cpu" and len(avals) == 1 and avals[0].shape:
@@ -306,24 +156,24 @@ class Program:
             fusible |= name.startswith("reduce_window")
         if name == "split":
             pieces = enumerate(avals)
-            return [self._one("slice", inputs, context, a, key=i) for i, a in pieces]
-        return self._some(name, inputs, context, avals, params, fusible and len(avals) == 1)
+            return [self.one("slice", inputs, context, a, key=i) for i, a in pieces]
+        return self.some(name, inputs, context, avals, params, fusible and len(avals) == 1)
 
     def _moved(self, value: Value, to_host: bool, context: Context) -> Value:
         """A copy in another memory. The CPU has only one, and copies nothing."""
-        moved = self._node("device_put", [value], context).output(value.shape, value.dtype)
+        moved = self.node("device_put", [value], context).output(value.shape, value.dtype)
         moved.name, moved.in_host_memory = value.name, to_host
         return moved
 
     def _special(self, name, params, avals, inputs, context) -> list[Value]:
         """The CPU has no library for narrow floats: operands are widened, and results narrowed."""
-        lower = _LOWERINGS[name]
+        lower = LOWERINGS[name]
         if self.platform != "cpu" or not any(narrow(v.dtype) for v in inputs):
             return lower(self, params, avals, inputs, context)
 
         def cast(value: Value, dtype: Any) -> Value:
             aval = jax.ShapeDtypeStruct(value.shape, dtype)
-            return self._one("convert_element_type", [value], context, aval)
+            return self.one("convert_element_type", [value], context, aval)
 
         single = np.dtype("float32")
         wide = [cast(v, single) if narrow(v.dtype) else v for v in inputs]
@@ -338,14 +188,14 @@ class Program:
             return inputs[0].dtype == avals[0].dtype
         if name == "broadcast_in_dim":
             return not inputs[0].literal and math.prod(inputs[0].shape) == math.prod(avals[0].shape)
-        return name == "transpose" and _in_order(inputs[0], params["permutation"])
+        return name == "transpose" and is_in_order(inputs[0], params["permutation"])
 
-    def _node(self, op: str, inputs: Sequence[Value], context: Context, **kwargs: Any) -> Node:
+    def node(self, op: str, inputs: Sequence[Value], context: Context, **kwargs: Any) -> Node:
         kwargs.setdefault("params", {})
         self.nodes.append(Node(op, [v.base for v in inputs], context, **kwargs))
         return self.nodes[-1]
 
-    def _some(self, op, inputs, context, avals, params=None, fusible=False, key=None):
+    def some(self, op, inputs, context, avals, params=None, fusible=False, key=None):
         """An operation, or an equal one that is there already."""
         key = _key(params or {}) if key is None else key
         seen = tuple((v.base, v.shape) for v in inputs)
@@ -354,14 +204,14 @@ class Program:
             self._equal[known][0].node.merged += 1
             return self._equal[known]
         in_place = op == "dynamic_update_slice" or op.startswith("scatter")
-        node = self._node(
+        node = self.node(
             op, inputs, context, params=params or {}, fusible=fusible, in_place=in_place
         )
         self._equal[known] = [node.output(a.shape, a.dtype) for a in avals]
         return self._equal[known]
 
-    def _one(self, op, inputs, context, aval, key=0, fusible=True) -> Value:
-        return self._some(op, inputs, context, [aval], None, fusible, ("own", key))[0]
+    def one(self, op, inputs, context, aval, key=0, fusible=True) -> Value:
+        return self.some(op, inputs, context, [aval], None, fusible, ("own", key))[0]
 
     def _barrier(self, inputs: list[Value], context: Context) -> list[Value]:
         """Waits for all operands, and makes them values that equal no other.
@@ -371,7 +221,7 @@ class Program:
         """
         if self.platform == "cpu" and jax.__version_info__ < (0, 11):
             return inputs
-        node = self._node("barrier", [v for v in inputs if not v.literal], context)
+        node = self.node("barrier", [v for v in inputs if not v.literal], context)
         outputs = []
         for value in inputs:
             if not value.literal:
@@ -386,7 +236,7 @@ class Program:
             return self._inline(chosen, inputs[1:], context)
         if name == "scan" and params["length"] == 1:  # XLA unrolls it
             return self._inline(params["jaxpr"], inputs, context)
-        node = self._node(name, inputs, context)
+        node = self.node(name, inputs, context)
 
         def body(closed, **kwargs):
             return Program(closed.jaxpr, self.platform, context, **kwargs)
@@ -440,7 +290,7 @@ class Program:
     def zeros(self, shape: Sequence[int], dtype: Any, context: Context) -> Value:
         """One array for all zeros of a shape: those of a relu, of its gradient, of a scatter."""
         aval = jax.ShapeDtypeStruct(shape, dtype)
-        return self._one("broadcast_in_dim", [], context, aval, "zeros")
+        return self.one("broadcast_in_dim", [], context, aval, "zeros")
 
     def _copy_shared_zeros(self) -> None:
         """A scatter writes over its zeros: over a copy of them, if something else reads them."""
@@ -456,12 +306,12 @@ class Program:
 
     def in_order(self, value: Value, order: Sequence[int], context: Context) -> Value:
         """The array with its dimensions in this order: a copy, on the CPU, unless it is so."""
-        if self.platform != "cpu" or _in_order(value, order):
+        if self.platform != "cpu" or is_in_order(value, order):
             return value
         made = value.array.node
         context = dataclasses.replace(context, kind=made.context.kind) if made else context
         aval = jax.ShapeDtypeStruct([value.shape[d] for d in order], value.dtype)
-        copy = self._one("transpose", [value], context, aval, tuple(order))
+        copy = self.one("transpose", [value], context, aval, tuple(order))
         copy.node.for_layout, copy.name = True, value.name
         return copy
 
@@ -486,128 +336,3 @@ def _key(params: dict[str, Any]) -> Any:
 
 def _space(aval: Any) -> str:
     return str(getattr(aval, "memory_space", ""))
-
-
-def narrow(dtype: Any) -> bool:
-    return str(dtype) in ("bfloat16", "float16")
-
-
-def _in_order(value: Value, order: Sequence[int]) -> bool:
-    large = [d for d in order if value.shape[d] != 1]
-    return large == sorted(large)
-
-
-def _convolution(program: Program, params, avals, inputs, context) -> list[Value]:
-    """The CPU's library wants batch first and features last; kernels with features last."""
-    numbers, n = params["dimension_numbers"], len(avals[0].shape)
-    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    operands = [
-        program.in_order(inputs[0], (lhs[0], *lhs[2:], lhs[1]), context),
-        program.in_order(inputs[1], (*rhs[2:], rhs[1], rhs[0]), context),
-    ]
-    if program.platform != "cpu":
-        kernel = inputs[1].base
-        reversed_ = kernel.node.inputs[0] if kernel.node and kernel.node.op == "rev" else None
-        if program.inside and reversed_ in program.arguments:  # the same copy serves for gradients
-            kernel = operands[1] = reversed_
-        if kernel in program.arguments:
-            program.prepared[kernel] = None
-        operands[0] = _padded(program, params, operands[0], context)
-    usual = (out[0], *out[2:], out[1])
-    if program.platform != "cpu":
-        usual = tuple(range(n))
-    made = jax.ShapeDtypeStruct([avals[0].shape[d] for d in usual], avals[0].dtype)
-    result = program._some("conv_general_dilated", operands, context, [made], params)[0]
-    back = [usual.index(d) for d in range(n)]
-    if _in_order(result, back):
-        return [result]
-    return [program._one("transpose", [result], context, avals[0], tuple(back))]
-
-
-def _padded(program: Program, params, image: Value, context) -> Value:
-    """A GPU's library pads both ends alike; other padding is a copy of the image.
-
-    The gradient of a kernel reads the image at the forward pass's stride (here, a dilation): what
-    is beyond the last stride does not matter.
-    """
-    padding, strides = params["padding"], params["rhs_dilation"]
-    alike = all(hi <= lo < hi + s for (lo, hi), s in zip(padding, strides, strict=True))
-    dilated = any(n != 1 for n in params["lhs_dilation"])
-    if alike or dilated or any(min(pair) < 0 for pair in padding):
-        return image
-    shape = list(image.shape)
-    for d, (lo, hi) in zip(params["dimension_numbers"].lhs_spec[2:], padding, strict=True):
-        shape[d] += lo + hi
-    aval = jax.ShapeDtypeStruct(shape, image.dtype)
-    return program._one("pad", [image], context, aval, tuple(padding))
-
-
-def _contraction(program: Program, params, avals, inputs, context) -> list[Value]:
-    """Batch dimensions first, contracted ones next to the other operand.
-
-    Two exchanged dimensions are no matter.
-    """
-    contracted, batch = params["dimension_numbers"]
-    operands = []
-    for value, c, b, is_right in zip(inputs, contracted, batch, (False, True), strict=True):
-        free = [d for d in range(len(value.shape)) if d not in c and d not in b]
-        if list(b) != list(range(len(b))) or len(c) != 1 or len(free) != 1:
-            order = [*b, *c, *free] if is_right else [*b, *free, *c]
-            value = program.in_order(value, order, context)
-        operands.append(value)
-    return program._some("dot_general", operands, context, avals, params)
-
-
-def _max_pool_gradient(program: Program, params, avals, inputs, context) -> list[Value]:
-    """One array of positions per dimension, reduced along with the values, then scattered to."""
-    source, operand = inputs
-    index, like = np.dtype("int32"), jax.ShapeDtypeStruct
-    shape = [n + lo + hi for n, (lo, hi) in zip(operand.shape, params["padding"], strict=True)]
-    padded = tuple(shape) != operand.shape
-    if padded:
-        aval = like(shape, operand.dtype)
-        operand = program._one("pad", [operand], context, aval, params["padding"])
-    positions = []
-    if program.platform == "cpu":  # elsewhere they are fused into the reduction
-        positions = [
-            program._one("positions", [], context, like(shape, index), d, fusible=False)
-            for d in range(len(shape))
-        ]
-    window = program._node("reduce_window", [operand, *positions], context, params=params)
-    wide = np.dtype("float32") if narrow(operand.dtype) else operand.dtype
-    window.output(source.shape, wide)
-    indices = [window.output(source.shape, index) for _ in shape]
-    if program.platform == "cpu":  # elsewhere they are fused into the scatter
-        aval = like((*source.shape, len(indices)), index)
-        indices = [program._one("indices", indices, context, aval, fusible=False)]
-    updates = program._one("copy", [source], context, like(source.shape, source.dtype))
-    zeros = program.zeros(shape, operand.dtype, context)
-    scatter = program._node(
-        "scatter into zeros", [zeros, *indices, updates], context, in_place=True
-    )
-    result = scatter.output(shape, operand.dtype)
-    return [program._one("slice", [result], context, avals[0], "crop") if padded else result]
-
-
-def _random_bits(program: Program, params, avals, inputs, context) -> list[Value]:
-    """Two words per element; what is done with them is fused into their readers."""
-    words = [jax.ShapeDtypeStruct(avals[0].shape, np.dtype("uint32"))] * 2
-    made = _random_words(program, params, words, inputs, context)
-    return [program._one("xor", made, context, avals[0])]
-
-
-def _random_words(program: Program, params, avals, inputs, context) -> list[Value]:
-    """On the CPU a loop makes both; elsewhere they are arithmetic like any other."""
-    if program.platform == "cpu":
-        return program._some("random_bits", inputs, context, avals, params)
-    key = _key(params)
-    return [program._one(RANDOM, inputs, context, a, (k, key)) for k, a in enumerate(avals)]
-
-
-_LOWERINGS = {
-    "conv_general_dilated": _convolution,
-    "dot_general": _contraction,
-    "select_and_scatter_add": _max_pool_gradient,
-    "random_bits": _random_bits,
-    "threefry2x32": _random_words,
-}

@@ -19,7 +19,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._program import Node, Program, Value
+from ._instructions import Node, Value
+from ._program import Program
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -54,6 +54,16 @@ def test_what_did_not_run_is_said():
     assert "| plain JAX | out of memory | | | | |" in table(problem, [plain])
 
 
+def test_rows_from_two_machines_are_told_apart():
+    problem = parsed("vgg16,64,float32")
+    values = {"seconds": 1.0, "temporary_bytes": 1}
+    rows = [
+        Result(problem, "ok", values | {"device": device}, {"jax": version})
+        for device, version in (("H200", "0.11"), ("A100", "0.12"), ("A100", "0.12"))
+    ]
+    assert table(problem, rows)[0].endswith("; H200 and A100, jax 0.11 and 0.12")
+
+
 @pytest.mark.parametrize(
     "text", ["vgg16", "vgg61,64,float32", "vgg16,big,float32", "unet,187,float32"]
 )

@@ -15,9 +15,10 @@ from experiments.problems import Problem
 from experiments.scaling import Link, Scaled, scaled, squarest
 from policies._costs import BUILT_IN
 
+from .meshes import devices, on, sharded
 from .support import conv, max_pool, normal
 from .test_experiments import run
-from .test_mesh import devices, halos, messages, on, sharded
+from .test_mesh_messages import halos, messages
 from .test_models import NAMES
 
 STORED = ("first", "second")
