@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -132,7 +133,8 @@ def _kernels(program: Program) -> list[Kernel]:
         needed = value in outputs or not all(takes(r, node) for r in readers)
         # On the CPU, arithmetic on narrow floats is arithmetic on wide ones, rounded each time.
         rounds = on_cpu and narrow(value.dtype) and node.op not in MOVES
-        costly = node.expensive or rounds or node in heavy
+        number = on_cpu and math.prod(value.shape) == 1 and node.op not in MOVES
+        costly = node.expensive or rounds or number or node in heavy
         value.has_buffer = needed or (costly and len(readers) > 1)
         if not value.has_buffer and not repeated.isdisjoint(readers):
             repeated.add(node)

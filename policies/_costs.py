@@ -71,23 +71,23 @@ class Costs:
 BUILT_IN = {
     "cpu": Costs(
         device="cpu (built in)",
-        flops={"float32": 3e10, "bfloat16": 2.9e10, "float64": 1.5e10},
+        flops={"float32": 5.7e10, "bfloat16": 5.6e10, "float64": 2.9e10},
         bandwidth=1.8e10,
         host_bandwidth=None,
         start=7e-6,
-        loop=1e-6,
-        tile=1.05,
-        backward={"convolution": 2.7, "contraction": 2.0, "max_pool": 15.0, "other": 1.0},
+        loop=1e-7,
+        tile=1.0,
+        backward={"convolution": 2.7, "contraction": 2.0, "max_pool": 8.0, "other": 1.0},
     ),
     "gpu": Costs(
         device="NVIDIA H200 (built in)",
-        flops={"float32": 2.2e14, "bfloat16": 4.5e14, "float16": 4.5e14, "float64": 3e13},
-        bandwidth=3.3e12,
-        host_bandwidth=5.3e10,
-        start=7.4e-6,
-        loop=1e-6,
+        flops={"float32": 3.4e14, "bfloat16": 6.5e14, "float16": 6.5e14, "float64": 3e13},
+        bandwidth=2.9e12,
+        host_bandwidth=5.2e10,
+        start=1.7e-5,
+        loop=4e-6,
         tile=1.11,
-        backward={"convolution": 3.3, "contraction": 2.0, "max_pool": 5.2, "other": 1.7},
+        backward={"convolution": 2.5, "contraction": 2.0, "max_pool": 2.2, "other": 1.7},
     ),
 }
 

@@ -214,7 +214,8 @@ class _Search:
                 self._leave_out(candidate, error)
                 continue
             total = found.predicted_bytes
-            if total <= _SURELY_TOO_MUCH * self.budget or last:
+            # Compiling takes minutes on a GPU: once something fits, not for what may well not fit.
+            if total <= self.budget * (_SURELY_TOO_MUCH if fits is None else 1) or last:
                 found, compiled = self._compiled(found, traced), compiled + 1
                 total = found.measured_bytes
                 lowest = found if lowest is None else min(found, lowest, key=_measured_bytes)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+import policies
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -46,3 +48,16 @@ def test_program(arguments, words):
     difference = [line for line in done.stdout.splitlines() if "largest difference" in line]
     for line in difference:
         assert float(line.split(":")[1].split()[0]) < 1e-4
+
+
+def test_calibrate_writes_a_table_that_the_planner_reads(tmp_path, monkeypatch):
+    path = tmp_path / "costs.json"
+    done = run("experiments.calibrate", "--size=16", "--repeats=1", f"--output={path}")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "| convolution, bfloat16 |" in done.stdout
+    assert "gradient of max_pool" in done.stdout
+    monkeypatch.setenv("JAXTILE_COSTS", str(path))
+    found = policies.costs()
+    rates = (*found.flops.values(), found.bandwidth, found.start, found.loop)
+    assert all(rate > 0 for rate in rates)
+    assert min(found.tile, *found.backward.values()) >= 1

@@ -37,12 +37,18 @@ def step(model, *data, in_axes=None, tiles=None, saved=()):
 IMAGES = (shape(8, 572, 572, 1), shape(8, 388, 388, dtype="int32"))
 PICTURE = shape(1, 1024, 1024, 3)
 BATCH = shape(128, 224, 224, 3)
+SUMS = {"pool1": (4, 1, 1), "conv2": None, "conv3/Conv2D": (64, 1, 1), "conv3/BiasAdd": None}
+SUMS |= {f"conv{i}/{op}": g for i in (4, 5) for op, g in (("Conv2D", (8, 1, 1)), ("BiasAdd", None))}
 CASES = {
     "unet": lambda: step(models.UNet, *IMAGES),
     "resnet50": lambda: step(models.ResNet50, PICTURE, shape(1, dtype="int32")),
     "alexnet": lambda: step(models.AlexNet, BATCH),
     "alexnet, 8 images at a time": lambda: step(
         models.AlexNet, BATCH, in_axes=((0, 1, 2),), tiles=(16, 1, 1)
+    ),
+    # One number of each sum is read again later: not the summand that it could be computed from.
+    "alexnet, sums stored": lambda: step(
+        models.AlexNet, BATCH, in_axes=((0, 1, 2),), tiles={**SUMS, ...: (8, 1, 1)}, saved=SUMS
     ),
     "vgg16": lambda: step(models.VGG16, PICTURE),
     "vgg16, two grids": lambda: step(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +87,16 @@ def test_progress_is_told():
     policies.plan(network, WEIGHTS, IMAGE, in_axes=AXES, budget="1MiB", progress=lines.append)
     assert "predicted; solved in" in lines[0]
     assert "compiled in" in lines[1]
+
+
+@pytest.mark.parametrize("share", [0.95, 0.7])
+def test_once_something_fits_nothing_is_compiled_that_should_not(share):
+    lines, budget = [], int(share * compiled_bytes(normed))
+    policies.plan(normed, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append)
+    first = next(i for i, line in enumerate(lines) if " fits " in line)
+    later = [re.search(r"([0-9.]+ \w+) predicted", line) for line in lines[first + 1 :]]
+    rounded = 1.005 * budget
+    assert all(policies.parse_bytes(found[1]) <= rounded for found in later if found)
 
 
 def test_by_name():
