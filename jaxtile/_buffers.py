@@ -28,7 +28,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ._instructions import MOVES, RANDOM, Node, Value, narrow
+from ._instructions import MOVES, RANDOM, REDUCTIONS, Node, Value, narrow
 from ._packing import packed_bytes
 from ._program import Program
 from ._schedule import Kernel, order
@@ -36,7 +36,6 @@ from ._schedule import Kernel, order
 _SMALL = 4096  # bytes that are not worth a search
 # A reduction is a library call on the CPU, and takes one of these along if nothing else reads it.
 _TAKEN_ALONG = frozenset(["add", "add_any", "max", "min", "mul", "square", "sub"])
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 _PARTS = ("slice", "dynamic_slice", "gather")
 
 
@@ -111,7 +110,7 @@ def _kernels(program: Program) -> list[Kernel]:
             return free or (len(readers) == 1 and not producer.expensive)
         if not on_cpu and reader.reduces_windows:
             return all(r.reduces_windows or r.takes_producers(program.platform) for r in readers)
-        if not on_cpu and reader.op in _REDUCTIONS:
+        if not on_cpu and reader.op in REDUCTIONS:
             return True
         if reader in taken:
             return producer.op == "broadcast_in_dim"
@@ -126,7 +125,7 @@ def _kernels(program: Program) -> list[Kernel]:
             continue
         value = node.outputs[0]
         readers = value.readers
-        alone = len(readers) == 1 and value not in outputs and readers[0].op in _REDUCTIONS
+        alone = len(readers) == 1 and value not in outputs and readers[0].op in REDUCTIONS
         if alone and node.op in _TAKEN_ALONG and on_cpu:
             taken.add(node)
             continue
@@ -202,7 +201,7 @@ def _is_reduced(value: Value) -> bool:
     pending, seen = [value], set()
     while pending:
         for reader in pending.pop().readers:
-            if reader.op in _REDUCTIONS:
+            if reader.op in REDUCTIONS:
                 return True
             if reader.fusible and reader not in seen and not reader.outputs[0].has_buffer:
                 seen.add(reader)

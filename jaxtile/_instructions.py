@@ -23,10 +23,11 @@ _EXPENSIVE = frozenset(
     lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh
     """.split()
 )
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
 RANDOM = "random words"
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, repr=False)
 class Value:
     """One array. A literal, or one made by a barrier (`source`), takes no buffer of its own."""
 
@@ -64,7 +65,7 @@ class Value:
         return value
 
 
-@dataclasses.dataclass(eq=False, slots=True)
+@dataclasses.dataclass(eq=False, slots=True, repr=False)
 class Node:
     """One operation, as XLA sees it."""
 

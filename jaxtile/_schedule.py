@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._instructions import Node, Value
+from ._instructions import REDUCTIONS, Node, Value
 from ._program import Program
 
 
@@ -38,6 +38,7 @@ def order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
     maker: dict[Value, Any] = {v: k for k in kernels for v in k.node.outputs}
     if program.platform != "cpu":
         orders = [f(program, kernels, maker) for f in (_least_first, _shared_first, _depth_first)]
+        orders = [_sums_at_once(ordered, maker) for ordered in orders]
         return min(orders, key=lambda ordered: _rough_peak(program, ordered))
     users: dict[Any, list[Kernel]] = collections.defaultdict(list)
     waiting = {}
@@ -60,6 +61,20 @@ def order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
             if not waiting[kernel]:
                 queue.append(kernel)
     return ordered
+
+
+def _sums_at_once(ordered: list[Kernel], maker: dict[Value, Kernel]) -> list[Kernel]:
+    """What adds up the result of a fusion is part of it, as the gradient of a bias."""
+    place = {k: i for i, k in enumerate(ordered)}
+    parts: dict[Kernel, list[Kernel]] = collections.defaultdict(list)
+    for kernel in ordered:
+        made = [maker[v] for v in kernel.reads if v in maker]
+        if made and kernel.node.op in REDUCTIONS:
+            latest = max(made, key=place.__getitem__)
+            if latest.node.fusible:
+                parts[latest].append(kernel)
+    later = {k for kernels in parts.values() for k in kernels}
+    return [k for kernel in ordered if kernel not in later for k in (kernel, *parts[kernel])]
 
 
 def _depth_first(program: Program, kernels, maker, rank=None) -> list[Kernel]:

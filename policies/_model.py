@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtile import Choice, Outline
+from jaxtile import Choice, Operation, Outline
 
 from ._costs import Costs
 
@@ -79,8 +79,10 @@ class Model:
         self.outline, self.costs, self.offload = outline, costs, offload
         parts = outline.parts
         self.n = len(parts)
-        self.forward = np.array([costs.seconds(p.operation) for p in parts])
-        self.backward = np.array([costs.gradient(p.operation) for p in parts])
+        kernels = _kernels(outline)
+        self.starts = np.array([k is not None for k in kernels])
+        self.forward = np.array([costs.seconds(k) if k else 0.0 for k in kernels])
+        self.backward = np.array([costs.gradient(k) if k else 0.0 for k in kernels])
         self.held = np.array([p.held_bytes for p in parts], float)
         self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
         # Of what is stored the cotangent is an array too; inside a stretch only of what is held.
@@ -195,7 +197,7 @@ class Model:
         tiles = counts.prod()
         awaited = {parts[k].awaits for k in own if parts[k].awaits >= everything[0]}
         work = share * (2 * self.forward + self.backward) * tiles * self.costs.tile
-        started = (share > 0) * 3 * self.costs.start * tiles
+        started = (share > 0) * self.starts * 3 * self.costs.start * tiles
         work, everywhere = np.maximum(work, started), np.array(everything)
         ends = [*awaited, everything[-1]]
         seconds = sum(work[everywhere[everywhere <= end]].sum() for end in ends)
@@ -247,7 +249,7 @@ class Model:
             once = self.forward + self.backward
             again = np.where(self._unread(j), 0, self.forward)
             work = share * (self.costs.tile * (once + again))[:, None] * tiles
-            started = (share > 0) * (3 * self.costs.start * tiles)
+            started = (share > 0) * self.starts[:, None] * (3 * self.costs.start * tiles)
             work, loop = np.maximum(work, started), 2 * tiles * self.costs.loop
             upto = _cumulative(work)
             seconds = upto[j] - upto[starts] + loop
@@ -301,6 +303,34 @@ class Model:
                     tables.seconds[target] = tables.seconds[source] + moved
                     tables.peak[target] = tables.peak[source]
                     tables.added[target] = tables.added[source] - self.bytes[value]
+
+
+def _kernels(outline: Outline) -> list[Operation | None]:
+    """The operations with what they read from memory; None for those that are part of others.
+
+    A change of type is: its readers read what it reads. So are small results, as those of a norm's
+    statistics, and a second sum over one array, as that of its squares.
+    """
+    found: list[Operation | None] = []
+    read_as: dict[str, Any] = {}
+    summed: set[Any] = set()
+    for part in outline.parts:
+        operation = part.operation
+        reads = tuple(read_as.get(t.name, t) for t in operation.inputs)
+        moves = operation.kind == "movement" and len(reads) == 1
+        if moves and operation.inputs[0].shape == operation.output.shape:
+            read_as[operation.output.name] = reads[0]
+            found.append(None)
+            continue
+        small = operation.kind in ("elementwise", "movement") and not part.tiled
+        another = operation.kind == "reduction" and reads in summed
+        own = not (small or another)
+        found.append(dataclasses.replace(operation, inputs=reads) if own else None)
+        if operation.kind == "reduction":
+            summed.add(reads)
+    if not any(found):  # nothing but changes of type, say
+        found[-1] = outline.parts[-1].operation
+    return found
 
 
 def grids(outline: Outline) -> list[tuple[int, ...]]:

@@ -403,6 +403,28 @@ def test_on_a_gpu_a_mask_is_held_and_its_random_words_are_not():
     assert cpu.bytes.temporaries > gpu.bytes.temporaries
 
 
+def test_on_a_gpu_a_bias_does_not_make_its_gradient_wait():
+    """What is summed is a cotangent of every layer, and each is made and summed by one kernel."""
+
+    def fun(params, x):
+        for w, bias in params:
+            x = jax.nn.relu(conv(x, w) + bias)
+        return x
+
+    weights, x = shapes()
+    with_bias = [(w, shape(16)) for w in weights]
+    program = Program(jax.make_jaxpr(training(fun))(with_bias, x).jaxpr, "gpu")
+    ordered = _schedule.order(program, _buffers._kernels(program))
+    biases = [
+        i
+        for i, k in enumerate(ordered)
+        if k.node.op == "reduce_sum" and k.reads[0].shape == x.shape and k.node.outputs[0].shape
+    ]
+    assert len(biases) == len(weights)
+    for i in biases:
+        assert not set(ordered[i - 1].node.outputs).isdisjoint(ordered[i].reads)
+
+
 def test_every_order_has_every_kernel_once():
     tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
     for fun in (network, pooled, tiled):
@@ -410,7 +432,7 @@ def test_every_order_has_every_kernel_once():
         kernels = _buffers._kernels(program)
         maker = {v: k for k in kernels for v in k.node.outputs}
         for order in (_schedule._least_first, _schedule._shared_first, _schedule._depth_first):
-            ordered = order(program, kernels, maker)
+            ordered = _schedule._sums_at_once(order(program, kernels, maker), maker)
             assert len(ordered) == len(kernels)
             assert set(ordered) == set(kernels)
             done = set()

@@ -99,6 +99,13 @@ def test_once_something_fits_nothing_is_compiled_that_should_not(share):
     assert all(policies.parse_bytes(found[1]) <= rounded for found in later if found)
 
 
+def test_a_function_that_is_part_of_its_readers_has_a_plan():
+    found = policies.plan(
+        lambda x: x.astype(jnp.bfloat16), IMAGE, in_axes=((1, 2),), budget="1MiB", progress=print
+    )
+    assert "1.00x plain" in str(found)
+
+
 def test_by_name():
     """`budget:` compiles when it is applied, and keeps its promise too."""
     budget = int(0.5 * compiled_bytes(network))
@@ -381,6 +388,31 @@ def test_stages_are_in_order():
     stops = [s.stop for s in solution.stages]
     assert stops == sorted(stops)
     assert [s.start for s in solution.stages] == [0, *stops[:-1]]
+
+
+def test_what_is_part_of_another_kernel_takes_no_time():
+    """A norm in bfloat16: the change of type, the second sum, and what is made of both."""
+
+    def fun(w, x):
+        x = checkpoint_name(conv(x, w), "conv")
+        wide = x.astype(jnp.float32)
+        mean, square = wide.mean((0, 1, 2)), (wide * wide).mean((0, 1, 2))
+        scale = jax.lax.rsqrt(square - mean**2 + 1e-3)
+        return checkpoint_name(((wide - mean) * scale).astype(x.dtype), "norm").sum()
+
+    w, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, 3, 4, 4), (1, 256, 256, 4)))
+    model = Model(jaxtile.outline(fun, w, x, in_axes=AXES), BUILT_IN["gpu"])
+    kernels = {p.name for p, own in zip(model.outline.parts, model.starts, strict=True) if own}
+    kinds = {p.name: p.operation.kind for p in model.outline.parts}
+    assert sorted(kinds[name] for name in kernels) == [
+        *("convolution", "elementwise", "reduction", "reduction")
+    ]
+    assert (model.forward[~model.starts] == 0).all()
+    # The norm reads what the change of type reads: half as many bytes.
+    table = BUILT_IN["gpu"]
+    norm = next(k for k, p in enumerate(model.outline.parts) if p.name == "norm")
+    least = 2 * 2 * x.size / table.bandwidth
+    assert model.forward[norm] == pytest.approx(max(least, table.start), rel=0.01)
 
 
 def test_costs(tmp_path, monkeypatch):
