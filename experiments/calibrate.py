@@ -1,6 +1,6 @@
 """Measure what operations cost on this device, for the budget planner.
 
-    python -m experiments.calibrate            # about a minute; writes where the planner looks
+    python -m experiments.calibrate            # a minute or two; writes where the planner looks
 
 The table (`policies.Costs`) has: the rate of convolutions by type, the bandwidth of memory and to
 the host, the time to start an operation and an iteration of a loop, how much slower an operation is
