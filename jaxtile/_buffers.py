@@ -132,6 +132,7 @@ def _kernels(program: Program) -> list[Kernel]:
         needed = value in outputs or not all(takes(r, node) for r in readers)
         # On the CPU, arithmetic on narrow floats is arithmetic on wide ones, rounded each time.
         rounds = on_cpu and narrow(value.dtype) and node.op not in MOVES
+        # A number that several kernels read is computed once.
         number = on_cpu and math.prod(value.shape) == 1 and node.op not in MOVES
         costly = node.expensive or rounds or number or node in heavy
         value.has_buffer = needed or (costly and len(readers) > 1)

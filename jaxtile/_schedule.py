@@ -4,7 +4,7 @@ On the CPU breadth first: whatever is ready, in the order in which it became rea
 backward pass can prepare early (weights in another dimension order, say) is prepared early, and is
 held. Elsewhere XLA makes three orders and takes the one that needs least: always the kernel that
 adds the fewest bytes (its list scheduler), depth first to what is shared most (its DFS scheduler),
-and plainly depth first (its post order).
+and plainly depth first (its post order). A sum over what a fusion makes is part of that kernel.
 
 Known inefficiencies: which of two equal kernels comes first is up to names that a trace does not
 have, and copies of kernels' weights are not in the list; where two orders need nearly the same, the
