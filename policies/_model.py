@@ -17,7 +17,8 @@ and in tiles
 Time. Forward and backward of every operation; what is recomputed once more, unless nothing reads
 it; in tiles with the halo, at the rate of tiles, and the time that a loop takes per tile. Where the
 rest of a tiled stretch waits for a reduction inside it (batch statistics), all up to the reduction
-is one more loop, forwards and backwards.
+is one more loop, forwards and backwards. Each of these loops has its own cotangents of what the
+stretch reads, and XLA adds them up when it has all.
 
 All numbers are tables over (cut, cut), computed with NumPy, so that a solver need not look at the
 graph.
@@ -205,7 +206,7 @@ class Model:
         reads = {i for k in everything for i in parts[k].inputs if i < own[0]} - set(again)
         return (
             seconds + 2 * len(ends) * tiles * self.costs.loop,
-            tile + self.cotangent[alive].sum() + self.cotangent[list(reads)].sum(),
+            tile + self.cotangent[alive].sum() + len(ends) * self.cotangent[list(reads)].sum(),
         )
 
     def _plain(self, tables: Stretches) -> None:
@@ -252,15 +253,16 @@ class Model:
             started = (share > 0) * self.starts[:, None] * (3 * self.costs.start * tiles)
             work, loop = np.maximum(work, started), 2 * tiles * self.costs.loop
             upto = _cumulative(work)
-            seconds = upto[j] - upto[starts] + loop
+            seconds, loops = upto[j] - upto[starts] + loop, np.ones(b)
             for reduction, reader in waiting.items():
                 if reader < j:
                     inside = starts <= reduction
                     seconds[inside] += upto[reduction + 1] - upto[starts[inside]] + loop
+                    loops[inside] += 1
             possible = _max_from(~enough & alive[b][:, None], starts, j) == 0
             tile = _sum_from(share * self.held[:, None], starts, j)
             largest = _max_from(share * self.bytes[:, None], starts, j)
-            cotangents = self._read_by(starts, j) + self.cotangent[alive[b]].sum()
+            cotangents = loops * self._read_by(starts, j) + self.cotangent[alive[b]].sum()
             stored = _sum_from(self.bytes * alive[b], starts, j)
             tables.seconds[modes, :b, b] = np.where(possible, seconds, np.inf).T
             tables.peak[modes, :b, b] = (cotangents[:, None] + tile + 2 * largest).T

@@ -415,6 +415,25 @@ def test_what_is_part_of_another_kernel_takes_no_time():
     assert model.forward[norm] == pytest.approx(max(least, table.start), rel=0.01)
 
 
+def test_every_loop_of_a_stretch_has_cotangents_of_what_it_reads():
+    """Three norms in tiles: the model knows what is compiled."""
+
+    def fun(weights, x):
+        return normed(weights[1:], checkpoint_name(conv(x, weights[0]), "first"))
+
+    class Policy:
+        def choose(self, outline):
+            return {"first": jaxtile.Choice(None), ...: jaxtile.Choice((8, 8))}
+
+    x = jax.ShapeDtypeStruct((1, 256, 256, 4), IMAGE.dtype)
+    outline = jaxtile.outline(fun, WEIGHTS, x, in_axes=AXES)
+    peak = Model(outline, BUILT_IN["cpu"]).estimate(Policy().choose(outline)).peak
+    tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=Policy())
+    step = jax.jit(default_step((WEIGHTS, x), AXES)(tiled))
+    compiled = jaxtile.Bytes.of(step.lower(WEIGHTS, x).compile())
+    assert peak == pytest.approx(compiled.temporaries, rel=0.05)
+
+
 def test_costs(tmp_path, monkeypatch):
     table = dataclasses.replace(BUILT_IN["cpu"], bandwidth=1.0)
     table.save(tmp_path / "costs.json")
