@@ -89,9 +89,8 @@ def test_progress_is_told():
     assert "compiled in" in lines[1]
 
 
-@pytest.mark.parametrize("share", [0.95, 0.7])
-def test_once_something_fits_nothing_is_compiled_that_should_not(share):
-    lines, budget = [], int(share * compiled_bytes(normed))
+def test_once_something_fits_nothing_is_compiled_that_should_not():
+    lines, budget = [], int(0.95 * compiled_bytes(normed))
     policies.plan(normed, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append)
     first = next(i for i, line in enumerate(lines) if " fits " in line)
     later = [re.search(r"([0-9.]+ \w+) predicted", line) for line in lines[first + 1 :]]
