@@ -1,6 +1,6 @@
 """Measure what operations cost on this device, for the budget planner.
 
-    python -m experiments.calibrate            # a minute or two; writes where the planner looks
+    python -m experiments.calibrate            # a few minutes; writes where the planner looks
 
 The table (`policies.Costs`) has: the rate of convolutions by type, the bandwidth of memory and to
 the host, the time to start an operation and an iteration of a loop, how much slower an operation is
@@ -156,7 +156,7 @@ def _tile(size: int) -> float:
     def step(tiles):
         tiled = jaxtile.checkpoint(_stack, in_axes=((1, 2), None), tiles=tiles)
         work = jaxtile.explain(_stack, x, w, in_axes=((1, 2), None), tiles=tiles).step_flops
-        return seconds(jax.grad(lambda w: tiled(x, w).sum()), w) / work
+        return seconds(jax.grad(lambda w, x: tiled(x, w).sum()), w, x) / work
 
     return max(1.0, step((4, 4)) / step("whole"))
 

@@ -67,10 +67,11 @@ class Costs:
             ) from error
 
 
-# Rounded from `experiments.calibrate` on two cores, and on an H200 from two runs with images of
+# Rounded from `experiments.calibrate` on two cores, and on an H200 from runs with images of
 # 2048 x 2048 x 64 and of 1024 x 1024 x 128. Not from these: the H200's bfloat16 rate and gradient
 # of a convolution (the same functions, run by hand), float16 and float64 there (older), and float64
-# on the CPU (half of float32). The H200 has not been measured with the program's present sizes.
+# on the CPU (half of float32). The program's present sizes give rates that are 8 to 15 % higher
+# there; this table is nearer to whole networks (docs/performance.md, predicted times).
 BUILT_IN = {
     "cpu": Costs(
         device="cpu (built in)",
