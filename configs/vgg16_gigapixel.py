@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/vgg16_gigapixel.py --workdir=runs/vgg16_gigapixel
 
-Expect: a step in 19.3 GiB (plain JAX would need 1.17 TiB) and 18 s, 60 megapixels/s, on an H200,
+Expect: a step in 19.3 GiB (plain JAX would need 1.28 TiB) and 18 s, 60 megapixels/s, on an H200,
 where six steps and an evaluation were run; with --config.policy=budget:16GiB in 14.8 GiB (compiled
 only). Before the first step, the GPU's compiler tries algorithms for five minutes (once: they are
 kept in the workdir). Quality is not measured.
