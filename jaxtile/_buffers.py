@@ -134,8 +134,8 @@ def _kernels(program: Program) -> list[Kernel]:
         rounds = on_cpu and narrow(value.dtype) and node.op not in MOVES
         # A number that several kernels read is computed once.
         number = on_cpu and math.prod(value.shape) == 1 and node.op not in MOVES
-        costly = node.expensive or rounds or number or node in heavy
-        value.has_buffer = needed or (costly and len(readers) > 1)
+        costly = node.expensive or rounds or number
+        value.has_buffer = needed or node in heavy or (costly and len(readers) > 1)
         if not value.has_buffer and not repeated.isdisjoint(readers):
             repeated.add(node)
         # Elsewhere, what is not fused into all its readers is fused into none.
@@ -152,7 +152,8 @@ def _read_too_often(program: Program) -> set[Node]:
     """What a GPU's compiler does not fuse into its readers, because they would read too much.
 
     Fused, each of n readers reads all operands. Otherwise these are read once, the result is
-    written, and read n times. What is made of random numbers is not computed n times either.
+    written, and read n times. What is made of random numbers is not computed n times either. A
+    change to a wider type is part of the readers, so that the narrow result is what is written.
     """
     found: set[Node] = set()
     drawn: set[Value] = set()
@@ -164,7 +165,7 @@ def _read_too_often(program: Program) -> set[Node]:
         read = frozenset().union(*(sources.get(v, {v}) for v in node.inputs if not v.literal))
         if node.op in _PARTS and sum(v.bytes for v in read) > value.bytes:
             read = frozenset([value])  # no more than it has itself
-        operands, n = sum(v.bytes for v in read), len(value.readers)
+        operands, n = sum(v.bytes for v in read), len(_readers_beyond_widening(value))
         random = not drawn.isdisjoint(node.inputs)
         if n > 1 and (random or n * operands > operands + (n + 1) * value.bytes):
             found.add(node)
@@ -173,6 +174,15 @@ def _read_too_often(program: Program) -> set[Node]:
         if random or node.op == RANDOM:
             drawn.add(value)
     return found
+
+
+def _readers_beyond_widening(value: Value) -> list[Node]:
+    """What reads it, or what reads the same in a wider type, if nothing else reads it."""
+    readers = value.readers
+    if len(readers) == 1 and readers[0].op == "convert_element_type":
+        wide = readers[0].outputs[0]
+        return wide.readers if wide.bytes > value.bytes else readers
+    return readers
 
 
 def _reads(

@@ -1,5 +1,6 @@
 """Predicted memory against compiled memory, and what the report says."""
 
+import functools
 import types
 
 import jax
@@ -361,6 +362,21 @@ def test_on_a_gpu_a_long_sum_is_not_computed_twice():
 
     jaxpr = jax.make_jaxpr(fun)(shape(4096, 64), shape(64, 512))
     assert "add" in labels(predict_memory(jaxpr, platform="gpu", largest=20))
+
+
+def test_on_a_gpu_what_is_read_often_is_held_in_its_narrow_type():
+    """The change to float32, in which norms compute, is part of each reader."""
+
+    def fun(params, x):
+        wide = functools.reduce(jnp.maximum, [conv(x, w) for w in params]).astype(jnp.float32)
+        mean = wide.mean((0, 1, 2))
+        return [conv((wide * f(mean)).astype(x.dtype), params[0]) for f in (jnp.negative, jnp.abs)]
+
+    jaxpr = jax.make_jaxpr(fun)(*shapes(dtype="bfloat16"))
+    found = predict_memory(jaxpr, platform="gpu", largest=20)
+    held = [k for k in found.largest if len(k.shape) == 4]
+    assert "max" in [k.label for k in held]
+    assert {str(k.dtype) for k in held} == {"bfloat16"}
 
 
 def test_on_a_gpu_a_number_is_part_of_what_reads_it():
