@@ -70,8 +70,9 @@ class Costs:
 # Rounded from `experiments.calibrate` on two cores, and on an H200 from runs with images of
 # 2048 x 2048 x 64 and of 1024 x 1024 x 128. Not from these: the H200's bfloat16 rate and gradient
 # of a convolution (the same functions, run by hand), float16 and float64 there (older), and float64
-# on the CPU (half of float32). The program's present sizes give rates that are 8 to 15 % higher
-# there; this table is nearer to whole networks (docs/performance.md, predicted times).
+# on the CPU (half of float32). The loop's time there lies between those of both runs, 9 and 0.1 us.
+# The program's present sizes give rates that are 3 to 15 % higher there, a loop of 9.6 us, tiles of
+# 1.0 and a max pool of 1.7; this table is nearer to whole networks (docs/performance.md).
 BUILT_IN = {
     "cpu": Costs(
         device="cpu (built in)",
