@@ -26,8 +26,9 @@ import models
 import policies
 
 from . import baselines
+from .device_memory import Peak, memory_of_device
 from .problems import Problem, problem, shape_of
-from .step import memory_of_device, predicted_bytes
+from .step import predicted_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,7 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
     began = time.perf_counter()
     compiled = traced.lower().compile()
     compiling = time.perf_counter() - began
+    peak = Peak()
     outputs, seconds = None, []
     for _ in range(warmup + repeats):
         began = time.perf_counter()
@@ -116,7 +118,7 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
         "predicted_bytes": predicted,
         "compiled_bytes": jaxtile.Bytes.of(compiled).total,
         "temporary_bytes": jaxtile.Bytes.of(compiled).temporaries,
-        "observed_peak": memory_of_device().get("peak_bytes_in_use"),
+        "observed_peak": peak.observed(),
         "megapixels_per_second": pixels / median / 1e6,
         "flops_per_second": flops / median,
         "loss": float(outputs[0][0]),

@@ -13,7 +13,8 @@ import jax
 import policies
 from policies import Plan, format_bytes
 
-from .step import Step, memory_of_device, predicted_bytes
+from .device_memory import memory_of_device
+from .step import Step, predicted_bytes
 
 _SHARE = 0.85  # of the memory: the rest is the allocator's, and other arrays'
 

@@ -17,6 +17,7 @@ import policies
 from policies import format_bytes
 
 from .config import ConfigError
+from .device_memory import Peak
 from .hosts import Devices
 from .task import Counts, Task, Weights, metrics
 
@@ -201,6 +202,7 @@ class Program:
         self.bytes = jaxtile.Bytes.of(self.step).total
         self._evaluate = self._evaluation(step, eval_batch).lower().compile()
         self.compile_seconds = time.perf_counter() - began
+        self.peak = Peak()
 
     def _evaluation(self, step: Step, batch: Any) -> Any:
         """In tiles so small that it takes no more memory than a step, if there are such tiles."""
@@ -236,7 +238,7 @@ class Program:
         return f"{format_bytes(self.bytes)}{each}{predicted}"
 
     def memory_text(self) -> str:
-        peak = memory_of_device().get("peak_bytes_in_use")
+        peak = self.peak.observed()
         return f"step {format_bytes(self.bytes)}" if peak is None else f"peak {format_bytes(peak)}"
 
 
@@ -245,8 +247,3 @@ def predicted_bytes(traced: Any) -> int:
     infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
     donated = [info.donated for info in infos]
     return jaxtile.predict_memory(traced.jaxpr, donated=donated).bytes.total
-
-
-def memory_of_device() -> dict[str, int]:
-    """What the device's allocator says; nothing on a CPU."""
-    return jax.local_devices()[0].memory_stats() or {}

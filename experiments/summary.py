@@ -12,7 +12,8 @@ import jaxtile
 from policies import format_bytes
 
 from . import data, pictures
-from .step import Program, Step, memory_of_device, predicted_bytes
+from .device_memory import memory_of_device
+from .step import Program, Step, predicted_bytes
 from .task import Weights
 from .workdir import Workdir, write_atomically
 
@@ -32,6 +33,7 @@ def write(
     """Write `summary.json`, the pictures and `summary.txt`, which it returns."""
     lines = workdir.metrics()
     last = [line for line in lines if line.get("split") == "eval"][-1]
+    peak = program.peak.observed()  # before the plain step is compiled
     plain_predicted, plain_compiled = plain_bytes(step)
     found = {
         "step": last["step"],
@@ -41,7 +43,8 @@ def write(
         "bytes": {
             "predicted": program.predicted,
             "compiled": program.bytes,
-            "observed_peak": memory_of_device().get("peak_bytes_in_use"),
+            "observed_peak": peak,
+            "peak_while_compiling": program.peak.before,
             "plain_predicted": plain_predicted,
             "plain_compiled": plain_compiled,
         },
@@ -126,6 +129,9 @@ def as_text(found: dict[str, Any], step, program, drawn: list[str], workdir: Wor
     ]
     if size["observed_peak"] is not None:
         rows.append(("peak", f"{format_bytes(size['observed_peak'])} observed on the device"))
+    elif size["peak_while_compiling"] is not None:
+        trials = format_bytes(size["peak_while_compiling"])
+        rows.append(("peak", f"not observed: the compiler's trials had taken more, {trials}"))
     if found["speed"]:
         rates = found["speed"]
         rows.append(

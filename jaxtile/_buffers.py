@@ -223,23 +223,23 @@ def _is_reduced(value: Value) -> bool:
 def buffers(program: Program, donated: Collection[Value] = ()) -> list[Buffer]:
     """All buffers of a program except its arguments, with the steps at which they are held.
 
-    An output that takes the place of a donated argument is there from the start.
+    An output that takes the place of a donated argument is there from the start, and so lies in no
+    other buffer.
     """
-    found = _Lifetimes().run(program)
     free = collections.Counter((v.shape, v.dtype) for v in donated)
-    for buffer in found:
-        key = (buffer.what.shape, buffer.what.dtype)
-        if buffer.kind == "output" and free[key] > 0:
-            free[key] -= 1
-            buffer.start = 0
-    return found
+    in_place = set()
+    for value in dict.fromkeys(v.array for v in program.outputs):
+        if free[value.shape, value.dtype] > 0:
+            free[value.shape, value.dtype] -= 1
+            in_place.add(value)
+    return _Lifetimes(in_place).run(program)
 
 
 class _Lifetimes:
     """One clock for a program and the bodies of its loops, which run while the loop does."""
 
-    def __init__(self) -> None:
-        self.now = 0
+    def __init__(self, in_place: Collection[Value]) -> None:
+        self.now, self.in_place = 0, in_place
 
     def run(self, program: Program, outside: Collection[Value] = ()) -> list[Buffer]:
         """What is outside lies in a buffer of the caller."""
@@ -272,9 +272,12 @@ class _Lifetimes:
                     continue
                 # On a GPU, one kernel makes a value and adds it up, and that is not elementwise.
                 alone = program.platform == "cpu" or not _is_reduced(value)
-                buffer = self._take_over(node, k, dying) if alone or node.starts else None
+                buffer = None
+                if (alone or node.starts) and value not in self.in_place:
+                    buffer = self._take_over(node, k, dying)
                 if buffer is None:
-                    buffer = Buffer(value.bytes, start, self.now, kind, value)
+                    begin = 0 if value in self.in_place else start
+                    buffer = Buffer(value.bytes, begin, self.now, kind, value)
                     found.append(buffer)
                 held[value] = buffer
                 if value in outputs and not program.inside:

@@ -29,7 +29,7 @@ from ._plan import Plan, PlannedStage
 from ._solver import Solution, Stage, fastest, measured, smallest
 
 _COMPILES = 6
-_SURELY_TOO_MUCH = 1.15  # predictions are not that wrong: not worth compiling
+_SURELY_TOO_MUCH = 1.05  # predictions are seldom that wrong: not worth compiling
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
 

@@ -121,6 +121,27 @@ def test_donated_arguments_are_not_counted_twice():
     assert "aliases" not in str(kept)
 
 
+def test_gradients_do_not_lie_in_the_weights_that_they_change():
+    """They are sums over tiles, and all are needed before the first weight is written."""
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(4, 4))
+
+    def update(params, x):
+        value, gradients = training(tiled)(params, x)
+        norm = sum(jnp.sum(g * g) for g in gradients)
+        return value, jax.tree.map(lambda p, g: p - g / norm, params, gradients)
+
+    args = shapes(size=16, layers=3, channels=128)
+    weights = sum(4 * p.size for p in args[0])
+    found = memory(jax.jit(update, donate_argnums=0), *args)
+    assert found.predicted.bytes.total == pytest.approx(found.compiled.bytes.total, rel=0.1)
+    jaxpr = jax.make_jaxpr(update)(*args)
+    donated = [True] * len(args[0]) + [False]
+    for platform in ("cpu", "gpu"):
+        predicted = predict_memory(jaxpr, donated=donated, platform=platform)
+        assert predicted.gradients >= weights
+        assert predicted.bytes.aliases == weights
+
+
 @pytest.mark.parametrize("loop", ["scan", "while"])
 def test_a_loop_holds_one_iteration(loop):
     def temporaries(length):
