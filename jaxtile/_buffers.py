@@ -107,7 +107,8 @@ def _kernels(program: Program) -> list[Kernel]:
         readers = producer.outputs[0].readers
         if reader in repeated:  # only what costs nothing, or little and has no other use
             free = producer.constant or producer.op in _PARTS
-            return free or (len(readers) == 1 and not producer.expensive)
+            alone = len(readers) == 1 and _is_cheap(producer)
+            return free or alone or _is_near(producer)
         if not on_cpu and reader.reduces_windows:
             return all(r.reduces_windows or r.takes_producers(program.platform) for r in readers)
         if not on_cpu and reader.op in REDUCTIONS:
@@ -146,6 +147,30 @@ def _kernels(program: Program) -> list[Kernel]:
         for node in program.nodes
         if any(v.has_buffer for v in node.outputs)
     ]
+
+
+def _is_cheap(node: Node) -> bool:
+    """Whether computing it several times reads one array several times, and is little work."""
+    return not node.expensive and len(_arrays(node)) <= 1
+
+
+def _is_near(node: Node, steps: int = 2) -> bool:
+    """Whether it is so few cheap steps away from an array in memory, as a relu from a convolution.
+
+    Zeros that something else needs as an array are read too.
+    """
+    zeros = [v for v in node.inputs if v.node and v.node.constant]
+    held = any(not reader.fusible for v in zeros for reader in v.readers)
+    before = [v.node for v in _arrays(node) if v.node and v.node.fusible]
+    within = not before or (steps > 1 and all(_is_near(n, steps - 1) for n in before))
+    return _is_cheap(node) and not held and within
+
+
+def _arrays(node: Node) -> set[Value]:
+    """Operands that are as large as the result, but for those that are one number everywhere."""
+    size = math.prod(node.outputs[0].shape)
+    large = {v for v in node.inputs if not v.literal and math.prod(v.shape) >= size}
+    return {v for v in large if not (v.node and v.node.op in ("broadcast_in_dim", "iota"))}
 
 
 def _read_too_often(program: Program) -> set[Node]:

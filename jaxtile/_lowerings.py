@@ -28,11 +28,10 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
     ]
     if program.platform != "cpu":
         kernel = inputs[1].base
-        reversed_ = kernel.node.inputs[0] if kernel.node and kernel.node.op == "rev" else None
-        if program.inside and reversed_ in program.arguments:  # the same copy serves for gradients
-            kernel = operands[1] = reversed_
-        if kernel in program.arguments:
-            program.prepared[kernel] = None
+        if kernel.node and kernel.node.op == "rev":  # the same copy serves for gradients
+            kernel = kernel.node.inputs[0]
+        if kernel.array in program.arguments:
+            operands[1] = _prepared(program, kernel, context)
         operands[0] = _padded(program, params, operands[0], context)
     usual = (out[0], *out[2:], out[1]) if program.platform == "cpu" else tuple(range(n))
     made = jax.ShapeDtypeStruct([avals[0].shape[d] for d in usual], avals[0].dtype)
@@ -41,6 +40,16 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
     if is_in_order(result, back):
         return [result]
     return [program.one("transpose", [result], context, avals[0], tuple(back))]
+
+
+def _prepared(program: Program, kernel: Value, context) -> Value:
+    """The kernel in the order that a GPU's library wants; for a loop, copied before it."""
+    if program.inside:
+        program.prepared[kernel] = None
+        return kernel
+    copy = program.one("transpose", [kernel], context, kernel, "kernel", fusible=False)
+    copy.node.for_layout = True
+    return copy
 
 
 def _padded(program: Program, params, image: Value, context) -> Value:

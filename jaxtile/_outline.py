@@ -204,8 +204,10 @@ def _demands(nodes, domain: Sequence[Value], reads: Sequence[Value], lengths: Se
         line = []
         for axis in range(len(lengths)):
             step = sizes[1][axis] - sizes[0][axis]
-            if axis not in value.axes or not lengths[axis]:
+            if axis not in value.axes:
                 line.append(Demand(0, 0))
+            elif not lengths[axis]:  # the result has no such axis, or one position along it
+                line.append(Demand(0, value.aval.shape[value.axes.index(axis)]))
             elif not step:
                 line.append(Demand(0, many.get(axis, 0)))
             else:

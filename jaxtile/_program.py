@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -74,6 +74,7 @@ class Program:
         self._add_into_scatters()
         if platform != "cpu":
             self._copy_shared_zeros()
+            self._choose_with_pools()
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
                 value.readers.append(node)
@@ -304,6 +305,53 @@ class Program:
             nodes.append(node)
         self.nodes = nodes
 
+    def _choose_with_pools(self) -> None:
+        """A pool, and which position of each window it chose, are found in one kernel.
+
+        The choice is made of the windows' positions, each a slice of the pool's operand. The pool's
+        gradient reads it, so this is also when: in the forward pass, after which the operand need
+        not be held.
+        """
+        readers: dict[Value, list[Node]] = collections.defaultdict(list)
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs):
+                readers[value].append(node)
+        outputs, gone = set(self.outputs), set()
+        for pool in self.nodes:
+            if pool.op not in ("reduce_window_max", "reduce_window_min"):
+                continue
+            found = self._from_windows(pool, readers, gone)
+
+            def leaves(node: Node) -> bool:
+                value = node.outputs[0]
+                return value in outputs or not all(r in found for r in readers[value])
+
+            # What is made of one choice is part of its readers.
+            while single := [n for n in found if leaves(n) and _operands_in(n, found) < 2]:
+                for node in single:
+                    del found[node]
+            chosen = [n for n in found if leaves(n)]
+            if chosen:
+                pool.fusible = False
+                for node in chosen:
+                    pool.outputs += node.outputs
+                    node.outputs[0].node = pool
+                gone.update(found)
+        self.nodes = [n for n in self.nodes if n not in gone]
+
+    def _from_windows(self, pool: Node, readers, gone: Collection[Node]) -> dict[Node, None]:
+        """Operations whose operands are positions of the pool's windows, or made of such only."""
+        operand, shape = pool.inputs[0], pool.outputs[0].shape
+        sources = [operand, *(n.outputs[0] for n in readers[operand] if n.op == "pad")]
+        slices = [n for source in sources for n in readers[source] if n.op == "slice"]
+        found = dict.fromkeys(n for n in slices if n.outputs[0].shape == shape and n not in gone)
+        for node in self.nodes if found else ():
+            inputs = [v for v in node.inputs if not v.literal and not (v.node and v.node.constant)]
+            made_of = node.fusible and inputs and all(v.node in found for v in inputs)
+            if made_of and node.outputs[0].shape == shape:
+                found[node] = None
+        return found
+
     def in_order(self, value: Value, order: Sequence[int], context: Context) -> Value:
         """The array with its dimensions in this order: a copy, on the CPU, unless it is so."""
         if self.platform != "cpu" or is_in_order(value, order):
@@ -314,6 +362,10 @@ class Program:
         copy = self.one("transpose", [value], context, aval, tuple(order))
         copy.node.for_layout, copy.name = True, value.name
         return copy
+
+
+def _operands_in(node: Node, nodes: Collection[Node]) -> int:
+    return sum(v.node in nodes for v in dict.fromkeys(node.inputs))
 
 
 def _is_zero(number: Any) -> bool:

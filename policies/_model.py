@@ -283,9 +283,10 @@ class Model:
             wanted = alive[:, k] | (parts[k].reduces and inside[:, 0, 0] > k)
             wide[k] = np.maximum(wide[k], wanted[:, None, None] * np.ceil(lengths[k] / counts))
             wide[k] = np.minimum(wide[k], lengths[k]) * (inside > k)
+            computed = (wide[k] > 0).any(-1, keepdims=True)
             for i, demand in zip(parts[k].inputs, parts[k].demands, strict=True):
                 scale, halo = np.array(demand, float).T
-                wide[i] = np.maximum(wide[i], (wide[k] * scale + halo) * (wide[k] > 0))
+                wide[i] = np.maximum(wide[i], (wide[k] * scale + halo) * computed)
         size = lengths[:, None, None]
         needed = (wide > 0).any(-1)
         return np.where(size > 0, wide / np.maximum(size, 1), needed[..., None]).prod(-1)

@@ -367,6 +367,37 @@ def test_on_a_gpu_zeros_are_one_array_and_are_held():
     assert "max" in labels(predict_memory(overlapping, platform="gpu", largest=20))
 
 
+@pytest.mark.parametrize("window", [2, 3])
+def test_on_a_gpu_a_pool_also_finds_what_it_chose(window):
+    """In the forward pass, so that its operand, which nothing else reads, is not held."""
+
+    def fun(params, x):
+        return pooled(params, jnp.sin(x) * jnp.cos(x), window=window).sum()
+
+    stored = jaxtile.checkpoint(fun, in_axes=(None, (1, 2)), tiles=None)
+    params, x = shapes(size=64, layers=1, channels=64)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(stored))(params, x)
+    pools = [n for n in Program(jaxpr.jaxpr, "gpu").nodes if n.op == "reduce_window_max"]
+    assert [[str(v.dtype) for v in n.outputs] for n in pools] == [["float32", "uint8"]]
+    assert all(n.context.kind == "stored" for n in pools)
+    [on_cpu] = [n for n in Program(jaxpr.jaxpr, "cpu").nodes if n.op == "reduce_window_max"]
+    assert len(on_cpu.outputs) == 1
+
+
+def test_on_a_gpu_a_kernel_is_copied_once():
+    """In the order that the library wants, for the convolution and its gradient."""
+    found = predict_memory(
+        jax.make_jaxpr(jax.grad(lambda p, x: training()(p, x)[0], argnums=1))(
+            *shapes(size=8, layers=1, channels=128)
+        ),
+        platform="gpu",
+        largest=20,
+    )
+    copies = [k for k in found.largest if "in another dimension order" in k.label]
+    assert [k.shape for k in copies] == [(3, 3, 128, 128)]
+    assert "rev" not in labels(found)
+
+
 @pytest.mark.parametrize(("padding", "copies"), [(((1, 1), (1, 1)), 0), (((0, 2), (0, 2)), 1)])
 def test_on_a_gpu_uneven_padding_is_a_copy(padding, copies):
     jaxpr = jax.make_jaxpr(training(lambda p, x: pooled(p, x, padding=padding)))(*shapes(layers=1))

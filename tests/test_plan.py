@@ -333,6 +333,30 @@ def test_an_axis_of_one_position():
     assert plan.measured_bytes <= 400_000
 
 
+def test_an_operation_on_the_whole_map_needs_all_of_it():
+    """As the first dense layer of AlexNet, a convolution with one result per image."""
+
+    def fun(weights, x):
+        *layers, last = weights
+        for w in layers:
+            x = jax.nn.relu(conv(x, w))
+        return conv(checkpoint_name(x, "map"), last, padding="VALID")[:, 0, 0]
+
+    weights = [*WEIGHTS, jax.ShapeDtypeStruct((16, 16, WEIGHTS[-1].shape[-1], 8), "float64")]
+    images = jax.ShapeDtypeStruct((8, 16, 16, WEIGHTS[0].shape[2]), "float64")
+    outline = jaxtile.outline(fun, weights, images, in_axes=(None, (0, 1, 2)))
+    model = Model(outline, BUILT_IN["cpu"])
+    plain, tiled = (
+        model.estimate(policies.resolve(text).choose(outline))
+        for text in ("store_all", "tiled:4x1x1")
+    )
+    assert tiled.seconds > plain.seconds
+    assert plain.peak / 8 < tiled.peak < plain.peak
+    whole = model.stretches()
+    grid = next(k for k, (g, _) in enumerate(whole.modes) if g == (4, 1, 1))
+    assert whole.seconds[grid, 0, -1] == pytest.approx(tiled.seconds, rel=0.05)
+
+
 def test_norms_need_not_all_be_stored():
     """Between storing what each norm reads and recomputing all for each, there is something."""
     outline = jaxtile.outline(normed, WEIGHTS, IMAGE, in_axes=AXES)
