@@ -29,9 +29,10 @@ from ._plan import Plan, PlannedStage
 from ._solver import Solution, Stage, fastest, measured, smallest
 
 _COMPILES = 6
-_SURELY_TOO_MUCH = 1.05  # predictions are seldom that wrong: not worth compiling
+_SURELY_TOO_MUCH = 1.15  # predictions are not that wrong: not worth compiling
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
+_WORTH_A_TRY = 0.03  # of the time: likewise, of what is predicted not to fit
 
 
 class BudgetError(ValueError):
@@ -214,8 +215,10 @@ class _Search:
                 self._leave_out(candidate, error)
                 continue
             total = found.predicted_bytes
-            # Compiling takes minutes on a GPU: once something fits, not for what may well not fit.
-            if total <= self.budget * (_SURELY_TOO_MUCH if fits is None else 1) or last:
+            # Compiling takes minutes on a GPU: not for what may well not fit, once something fits,
+            # or if what should fit is nearly as fast.
+            doubtful = fits is None and total <= self.budget * _SURELY_TOO_MUCH
+            if total <= self.budget or last or (doubtful and self._gains(candidate, total)):
                 found, compiled = self._compiled(found, traced), compiled + 1
                 total = found.measured_bytes
                 lowest = found if lowest is None else min(found, lowest, key=_measured_bytes)
@@ -227,7 +230,7 @@ class _Search:
                 break
             else:
                 above = min(above, candidate.peak)
-            right = candidate.peak * (self.budget - self.fixed) / max(1, total - self.fixed) * 0.99
+            right = self._corrected(candidate, total)
             allowed = right if below < right < above else (below + min(above, 2 * right)) / 2
         while fits is None and self.smallest() not in tried:
             tried.add(self.smallest())
@@ -241,6 +244,15 @@ class _Search:
         if fits is None:
             raise self._too_small(lowest)
         return fits
+
+    def _corrected(self, candidate: _Candidate, total: int) -> float:
+        """The budget of the model at which the step should fit, after one that takes so much."""
+        return candidate.peak * (self.budget - self.fixed) / max(1, total - self.fixed) * 0.99
+
+    def _gains(self, candidate: _Candidate, total: int) -> bool:
+        """Whether it is worth a try, compared with what would come next if it does not fit."""
+        following = self.fastest(self._corrected(candidate, total)) or self.smallest()
+        return candidate.seconds < (1 - _WORTH_A_TRY) * following.seconds
 
     def _leave_out(self, candidate: _Candidate, error: jaxtile.TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""
