@@ -146,6 +146,8 @@ class Program:
         if name in LOWERINGS:
             return self._special(name, params, avals, inputs, context)
         fusible = name in MOVES or isinstance(find(eqn.primitive), Elementwise)
+        if (simpler := _without_zeros(name, inputs, avals[0])) is not None:
+            return [simpler]
         if self.platform != "cpu" and len(avals) == 1 and avals[0].shape:
             if name == "broadcast_in_dim" and _is_zero_literal(inputs[0]):
                 return [self.zeros(avals[0].shape, avals[0].dtype, context)]
@@ -370,6 +372,23 @@ def _operands_in(node: Node, nodes: Collection[Node]) -> int:
 
 def _is_zero(number: Any) -> bool:
     return np.shape(number) == () and not np.any(np.asarray(number))
+
+
+def _without_zeros(name: str, inputs: Sequence[Value], aval: Any) -> Value | None:
+    """The value of a sum with zeros, or of a function of zeros that is zero; else None.
+
+    `optax` adds up `square(real) + square(imaginary)`, and real numbers have no imaginary part.
+    """
+    zeros = [v.base.node is not None and _is_zeros(v.base.node) for v in inputs]
+    if name in ("add", "add_any", "sub") and zeros[1] and inputs[0].shape == aval.shape:
+        return inputs[0]
+    if name in ("add", "add_any") and zeros[0] and inputs[1].shape == aval.shape:
+        return inputs[1]
+    return inputs[0] if name in ("abs", "neg", "square") and zeros[0] else None
+
+
+def _is_zeros(node: Node) -> bool:
+    return node.constant and all(map(_is_zero_literal, node.inputs))
 
 
 def _is_zero_literal(value: Value) -> bool:
