@@ -105,7 +105,7 @@ def _kernels(program: Program) -> list[Kernel]:
 
     def takes(reader: Node, producer: Node) -> bool:
         readers = producer.outputs[0].readers
-        if reader in repeated:  # only what costs nothing, or little and has no other use
+        if reader in repeated:  # only what costs nothing, or little
             free = producer.constant or producer.op in _PARTS
             alone = len(readers) == 1 and _is_cheap(producer)
             return free or alone or _is_near(producer)

@@ -1,8 +1,8 @@
 """Primitives that XLA makes several operations of, on one platform or another.
 
 The gradient of a max pool needs index arrays; on the CPU, a convolution or a contraction with an
-unusual dimension order needs its operands copied into the usual one; on a GPU, an image that is
-padded unevenly is copied.
+unusual dimension order needs its operands copied into the usual one; on a GPU, kernels are copied
+into the library's order, and an image that is padded unevenly is copied.
 """
 
 from __future__ import annotations

@@ -145,9 +145,9 @@ class Program:
             return inputs[: len(avals)]
         if name in LOWERINGS:
             return self._special(name, params, avals, inputs, context)
-        fusible = name in MOVES or isinstance(find(eqn.primitive), Elementwise)
         if (simpler := _without_zeros(name, inputs, avals[0])) is not None:
             return [simpler]
+        fusible = name in MOVES or isinstance(find(eqn.primitive), Elementwise)
         if self.platform != "cpu" and len(avals) == 1 and avals[0].shape:
             if name == "broadcast_in_dim" and _is_zero_literal(inputs[0]):
                 return [self.zeros(avals[0].shape, avals[0].dtype, context)]
@@ -314,14 +314,13 @@ class Program:
         gradient reads it, so this is also when: in the forward pass, after which the operand need
         not be held.
         """
+        pools = [n for n in self.nodes if n.op in ("reduce_window_max", "reduce_window_min")]
         readers: dict[Value, list[Node]] = collections.defaultdict(list)
-        for node in self.nodes:
+        for node in self.nodes if pools else ():
             for value in dict.fromkeys(node.inputs):
                 readers[value].append(node)
         outputs, gone = set(self.outputs), set()
-        for pool in self.nodes:
-            if pool.op not in ("reduce_window_max", "reduce_window_min"):
-                continue
+        for pool in pools:
             found = self._from_windows(pool, readers, gone)
 
             def leaves(node: Node) -> bool:
@@ -379,16 +378,19 @@ def _without_zeros(name: str, inputs: Sequence[Value], aval: Any) -> Value | Non
 
     `optax` adds up `square(real) + square(imaginary)`, and real numbers have no imaginary part.
     """
-    zeros = [v.base.node is not None and _is_zeros(v.base.node) for v in inputs]
-    if name in ("add", "add_any", "sub") and zeros[1] and inputs[0].shape == aval.shape:
+    if name in ("abs", "neg", "square"):
+        return inputs[0] if _is_zeros(inputs[0]) else None
+    if name not in ("add", "add_any", "sub"):
+        return None
+    if _is_zeros(inputs[1]) and inputs[0].shape == aval.shape:
         return inputs[0]
-    if name in ("add", "add_any") and zeros[0] and inputs[1].shape == aval.shape:
-        return inputs[1]
-    return inputs[0] if name in ("abs", "neg", "square") and zeros[0] else None
+    commutes = name != "sub" and inputs[1].shape == aval.shape
+    return inputs[1] if commutes and _is_zeros(inputs[0]) else None
 
 
-def _is_zeros(node: Node) -> bool:
-    return node.constant and all(map(_is_zero_literal, node.inputs))
+def _is_zeros(value: Value) -> bool:
+    node = value.base.node
+    return node is not None and node.constant and all(map(_is_zero_literal, node.inputs))
 
 
 def _is_zero_literal(value: Value) -> bool:

@@ -7,8 +7,7 @@ adds the fewest bytes (its list scheduler), depth first to what is shared most (
 and plainly depth first (its post order). A sum over what a fusion makes is part of that kernel.
 
 Known inefficiencies: which of two equal kernels comes first is up to names that a trace does not
-have, and copies of kernels' weights are not in the list; where two orders need nearly the same, the
-other one may be taken.
+have; where two orders need nearly the same, the other one may be taken.
 """
 
 from __future__ import annotations

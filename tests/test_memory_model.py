@@ -1,0 +1,205 @@
+"""What the model of a GPU's compiler does: fusion, order, packing. No GPU is needed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxtile
+from jaxtile import _buffers, _schedule
+from jaxtile._memory import predict_memory
+from jaxtile._packing import packed_bytes
+from jaxtile._program import Program
+
+from .reference_models import shape
+from .support import conv
+from .test_memory_report import network, shapes, training
+
+
+def test_on_a_gpu_kernels_are_prepared_before_a_loop():
+    """Once per loop, in the order that the library wants; not once per tile."""
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(4, 4))
+    args = shapes(size=32, layers=3, channels=64)
+    found = predict_memory(jax.make_jaxpr(training(tiled))(*args), platform="gpu", largest=20)
+    kernels = [k for k in found.largest if k.label == "kernel in another dimension order"]
+    assert [k.shape for k in kernels] == [(3, 3, 64, 64)] * 3
+    assert {k.kind for k in kernels} == {"tile"}
+
+
+def pooled(params, x, *, window=2, padding="SAME"):
+    for w in params:
+        x = jax.nn.relu(conv(x, w, padding=padding))
+        x = nnx.max_pool(x, (window, window), (2, 2))
+    return x
+
+
+def labels(found):
+    return [k.label for k in found.largest]
+
+
+def test_on_a_gpu_zeros_are_one_array_and_are_held():
+    """The relu, its gradient and the pool's share them, so they lie in memory all the while."""
+    args = shapes(layers=1)
+    step = jax.make_jaxpr(training(pooled))(*args)
+    found = predict_memory(step, platform="gpu", largest=20)
+    assert labels(found).count("max (broadcast_in_dim)") == 1
+    assert "select_and_scatter_add (indices)" not in labels(found)
+    # The relu is fused into the pool and its gradient, which read each element once.
+    assert "max" not in labels(found)
+    overlapping = jax.make_jaxpr(training(lambda p, x: pooled(p, x, window=3)))(*args)
+    assert "max" in labels(predict_memory(overlapping, platform="gpu", largest=20))
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_on_a_gpu_a_pool_also_finds_what_it_chose(window):
+    """In the forward pass, so that its operand, which nothing else reads, is not held."""
+
+    def fun(params, x):
+        return pooled(params, jnp.sin(x) * jnp.cos(x), window=window).sum()
+
+    stored = jaxtile.checkpoint(fun, in_axes=(None, (1, 2)), tiles=None)
+    params, x = shapes(size=64, layers=1, channels=64)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(stored))(params, x)
+    pools = [n for n in Program(jaxpr.jaxpr, "gpu").nodes if n.op == "reduce_window_max"]
+    assert [[str(v.dtype) for v in n.outputs] for n in pools] == [["float32", "uint8"]]
+    assert all(n.context.kind == "stored" for n in pools)
+    [on_cpu] = [n for n in Program(jaxpr.jaxpr, "cpu").nodes if n.op == "reduce_window_max"]
+    assert len(on_cpu.outputs) == 1
+
+
+def test_on_a_gpu_a_kernel_is_copied_once():
+    """In the order that the library wants, for the convolution and its gradient."""
+    found = predict_memory(
+        jax.make_jaxpr(jax.grad(lambda p, x: training()(p, x)[0], argnums=1))(
+            *shapes(size=8, layers=1, channels=128)
+        ),
+        platform="gpu",
+        largest=20,
+    )
+    copies = [k for k in found.largest if "in another dimension order" in k.label]
+    assert [k.shape for k in copies] == [(3, 3, 128, 128)]
+    assert "rev" not in labels(found)
+
+
+@pytest.mark.parametrize(("padding", "copies"), [(((1, 1), (1, 1)), 0), (((0, 2), (0, 2)), 1)])
+def test_on_a_gpu_uneven_padding_is_a_copy(padding, copies):
+    jaxpr = jax.make_jaxpr(training(lambda p, x: pooled(p, x, padding=padding)))(*shapes(layers=1))
+    found = predict_memory(jaxpr, platform="gpu", largest=20)
+    assert labels(found).count("conv_general_dilated (pad)") == copies
+
+
+def test_on_a_gpu_a_long_sum_is_not_computed_twice():
+    """Both readers would read eight arrays; written once, they read one."""
+
+    def fun(x, w):
+        total = sum(jnp.split(x @ w, 8, axis=1)[i] for i in range(8))
+        return jnp.sin(total) @ w[:, :64].T, jnp.cos(total) @ w[:, :64].T
+
+    jaxpr = jax.make_jaxpr(fun)(shape(4096, 64), shape(64, 512))
+    assert "add" in labels(predict_memory(jaxpr, platform="gpu", largest=20))
+
+
+def test_on_a_gpu_what_is_read_often_is_held_in_its_narrow_type():
+    """The change to float32, in which norms compute, is part of each reader."""
+
+    def fun(params, x):
+        wide = functools.reduce(jnp.maximum, [conv(x, w) for w in params]).astype(jnp.float32)
+        mean = wide.mean((0, 1, 2))
+        return [conv((wide * f(mean)).astype(x.dtype), params[0]) for f in (jnp.negative, jnp.abs)]
+
+    jaxpr = jax.make_jaxpr(fun)(*shapes(dtype="bfloat16"))
+    found = predict_memory(jaxpr, platform="gpu", largest=20)
+    held = [k for k in found.largest if len(k.shape) == 4]
+    assert "max" in [k.label for k in held]
+    assert {str(k.dtype) for k in held} == {"bfloat16"}
+
+
+def test_on_a_gpu_a_number_is_part_of_what_reads_it():
+    """The zeros of a relu, also of one that an overlapping pool computes again for each window."""
+
+    def fun(params, x):
+        for w in params:
+            x = jax.nn.relu(conv(x, w))
+        return nnx.max_pool(x, (3, 3), (2, 2))
+
+    found = predict_memory(jax.make_jaxpr(fun)(*shapes(layers=2)), platform="gpu", largest=20)
+    assert "conv_general_dilated" in labels(found)
+    assert "max (broadcast_in_dim)" not in labels(found)
+
+
+def test_on_a_gpu_what_is_concatenated_is_not_stored_first():
+    def fun(params, x):
+        maps = [conv(x, w) for w in params]
+        joined = jnp.concatenate([jnp.tanh(m) for m in maps], 3)
+        return conv(joined, jnp.concatenate(params, 2)) + sum(maps)
+
+    traced = jax.make_jaxpr(fun)(*shapes(layers=2))
+    cpu, gpu = (predict_memory(traced, platform=p, largest=20) for p in ("cpu", "gpu"))
+    assert "tanh" in labels(cpu)
+    assert "tanh" not in labels(gpu)
+
+
+def test_on_a_gpu_a_mask_is_held_and_its_random_words_are_not():
+    def fun(params, x):
+        for i, w in enumerate(params):
+            x = conv(x, w)
+            mask = jax.random.bernoulli(jax.random.key(i), 0.5, x.shape)
+            x = jnp.where(mask, jnp.tanh(x), 0)
+        return x
+
+    traced = jax.make_jaxpr(training(fun))(*shapes(layers=2))
+    cpu, gpu = (predict_memory(traced, platform=p, largest=20) for p in ("cpu", "gpu"))
+    assert any(str(k.dtype) == "bool" for k in gpu.largest)
+    assert not any(str(k.dtype) == "uint32" and len(k.shape) == 4 for k in gpu.largest)
+    assert cpu.bytes.temporaries > gpu.bytes.temporaries
+
+
+def test_on_a_gpu_a_bias_does_not_make_its_gradient_wait():
+    """What is summed is a cotangent of every layer, and each is made and summed by one kernel."""
+
+    def fun(params, x):
+        for w, bias in params:
+            x = jax.nn.relu(conv(x, w) + bias)
+        return x
+
+    weights, x = shapes()
+    with_bias = [(w, shape(16)) for w in weights]
+    program = Program(jax.make_jaxpr(training(fun))(with_bias, x).jaxpr, "gpu")
+    ordered = _schedule.order(program, _buffers._kernels(program))
+    biases = [
+        i
+        for i, k in enumerate(ordered)
+        if k.node.op == "reduce_sum" and k.reads[0].shape == x.shape and k.node.outputs[0].shape
+    ]
+    assert len(biases) == len(weights)
+    for i in biases:
+        assert not set(ordered[i - 1].node.outputs).isdisjoint(ordered[i].reads)
+
+
+def test_every_order_has_every_kernel_once():
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
+    for fun in (network, pooled, tiled):
+        program = Program(jax.make_jaxpr(training(fun))(*shapes(size=64)).jaxpr, "gpu")
+        kernels = _buffers._kernels(program)
+        maker = {v: k for k in kernels for v in k.node.outputs}
+        for order in (_schedule._least_first, _schedule._shared_first, _schedule._depth_first):
+            ordered = _schedule._sums_at_once(order(program, kernels, maker), maker)
+            assert len(ordered) == len(kernels)
+            assert set(ordered) == set(kernels)
+            done = set()
+            for kernel in ordered:
+                assert all(maker[v] in done for v in kernel.reads if v in maker)
+                done.add(kernel)
+
+
+def test_packing():
+    def block(*intervals):
+        return packed_bytes([_buffers.Buffer(*i, "stored", None) for i in intervals])
+
+    assert block((4, 0, 1), (4, 2, 3)) == 4
+    assert block((4, 0, 2), (4, 2, 3)) == 8
+    # The small one lies where the large one does not end; nothing fits beside it then.
+    assert block((8, 0, 1), (3, 1, 4), (8, 4, 5), (7, 2, 3)) == 11
+    assert block() == 0
