@@ -42,6 +42,8 @@ class Value:
     readers: list[Node] = dataclasses.field(default_factory=list)
     has_buffer: bool = False
     in_host_memory: bool = False
+    in_library_order: bool = False
+    """Its dimensions lie in memory as a GPU's library has them, in another order than the shape."""
 
     @property
     def bytes(self) -> int:

@@ -55,19 +55,34 @@ def _prepared(program: Program, kernel: Value, context) -> Value:
 def _padded(program: Program, params, image: Value, context) -> Value:
     """A GPU's library pads both ends alike; other padding is a copy of the image.
 
-    The gradient of a kernel reads the image at the forward pass's stride (here, a dilation): what
-    is beyond the last stride does not matter.
+    Zeros around the image are padding, too. The gradient of a kernel reads the image at the forward
+    pass's stride (here, a dilation): what is beyond the last stride does not matter.
     """
-    padding, strides = params["padding"], params["rhs_dilation"]
-    alike = all(hi <= lo < hi + s for (lo, hi), s in zip(padding, strides, strict=True))
-    dilated = any(n != 1 for n in params["lhs_dilation"])
-    if alike or dilated or any(min(pair) < 0 for pair in padding):
+    padding, spatial = params["padding"], params["dimension_numbers"].lhs_spec[2:]
+    if any(n != 1 for n in params["lhs_dilation"]) or any(min(pair) < 0 for pair in padding):
+        return image
+    zeros = _zeros_around(image)
+    if zeros and all(zeros[d] == (0, 0) for d in range(len(zeros)) if d not in spatial):
+        around = (zeros[d] for d in spatial)
+        padding = [(lo + a, hi + b) for (lo, hi), (a, b) in zip(padding, around, strict=True)]
+        image = image.node.inputs[0]
+    if all(hi <= lo < hi + s for (lo, hi), s in zip(padding, params["rhs_dilation"], strict=True)):
         return image
     shape = list(image.shape)
-    for d, (lo, hi) in zip(params["dimension_numbers"].lhs_spec[2:], padding, strict=True):
+    for d, (lo, hi) in zip(spatial, padding, strict=True):
         shape[d] += lo + hi
     aval = jax.ShapeDtypeStruct(shape, image.dtype)
     return program.one("pad", [image], context, aval, tuple(padding))
+
+
+def _zeros_around(value: Value) -> list[tuple[int, int]]:
+    """How many zeros lie before and after the array that it is made of; else nothing."""
+    if value.node is None or value.view_of or "padding_config" not in value.node.params:
+        return []
+    fill, config = value.node.inputs[1], value.node.params["padding_config"]
+    if fill.name != "zero" or any(min(numbers[:2]) < 0 or numbers[2] for numbers in config):
+        return []
+    return [(lo, hi) for lo, hi, _ in config]
 
 
 def _contraction(program: Program, params, avals, inputs, context) -> list[Value]:

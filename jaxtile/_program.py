@@ -75,6 +75,7 @@ class Program:
         if platform != "cpu":
             self._copy_shared_zeros()
             self._choose_with_pools()
+            self._keep_library_order()
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
                 value.readers.append(node)
@@ -143,6 +144,10 @@ class Program:
         same_number = name in _VIEWS and len(inputs) == len(avals)
         if same_number or self._is_view(name, params, inputs, avals):
             return inputs[: len(avals)]
+        if name == "convert_element_type" and inputs[0].literal:
+            key = ("literal", inputs[0], str(avals[0].dtype))
+            same = dataclasses.replace(inputs[0], dtype=avals[0].dtype)
+            return [self._equal.setdefault(key, same)]
         if name in LOWERINGS:
             return self._special(name, params, avals, inputs, context)
         if (simpler := _without_zeros(name, inputs, avals[0])) is not None:
@@ -353,6 +358,24 @@ class Program:
                 found[node] = None
         return found
 
+    def _keep_library_order(self) -> None:
+        """What is made of a kernel's gradient has its order, not the one that the kernel came in.
+
+        So an optimiser reads the copy of the kernel that the forward pass made.
+        """
+        copies: dict[Value, Value] = {}
+        for node in self.nodes:
+            result = node.outputs[0]
+            if node.for_layout:
+                copies.setdefault(node.inputs[0], result)
+            elif node.op == "conv_general_dilated":
+                result.in_library_order = not is_in_order(result, _library_order(node))
+            elif node.fusible and node.op not in MOVES:
+                like = (v for v in node.inputs if v.shape == result.shape)
+                if any(v.in_library_order for v in like):
+                    result.in_library_order = True
+                    node.inputs = [copies.get(v, v) for v in node.inputs]
+
     def in_order(self, value: Value, order: Sequence[int], context: Context) -> Value:
         """The array with its dimensions in this order: a copy, on the CPU, unless it is so."""
         if self.platform != "cpu" or is_in_order(value, order):
@@ -363,6 +386,19 @@ class Program:
         copy = self.one("transpose", [value], context, aval, tuple(order))
         copy.node.for_layout, copy.name = True, value.name
         return copy
+
+
+def _library_order(convolution: Node) -> tuple[int, ...]:
+    """Batch first and features last, but for gradients of kernels: outputs first, inputs last.
+
+    With one cotangent per image, such a gradient is a convolution like others.
+    """
+    numbers, cotangent = convolution.params["dimension_numbers"], convolution.inputs[1]
+    batch, features, *spatial = numbers.out_spec
+    of_kernel = numbers.lhs_spec[0] != 0
+    if of_kernel and any(cotangent.shape[d] != 1 for d in numbers.rhs_spec[2:]):
+        return features, *spatial, batch
+    return batch, *spatial, features
 
 
 def _operands_in(node: Node, nodes: Collection[Node]) -> int:

@@ -13,32 +13,30 @@ have; where two orders need nearly the same, the other one may be taken.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ._fusion import Kernel
 from ._instructions import REDUCTIONS, Node, Value
 from ._program import Program
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Kernel:
-    node: Node
-    reads: list[Value]
-
-
 def order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
-    """The order in which they run.
+    """The order in which they run."""
+    maker = {v: k for k in kernels for v in k.outputs}
+    if program.platform == "cpu":
+        return _breadth_first(program, kernels, maker)
+    orders = [f(program, kernels, maker) for f in (_least_first, _shared_first, _depth_first)]
+    orders = [_sums_at_once(ordered, maker) for ordered in orders]
+    return min(orders, key=lambda ordered: _rough_peak(program, ordered))
 
-    On the CPU, of several readers of one value, library calls come first and copies for layout
-    last, because the compiler makes them in this order.
+
+def _breadth_first(program: Program, kernels, maker) -> list[Kernel]:
+    """Of several readers of one value, library calls come first and copies for layout last.
+
+    In this order the compiler makes them.
     """
-    maker: dict[Value, Any] = {v: k for k in kernels for v in k.node.outputs}
-    if program.platform != "cpu":
-        orders = [f(program, kernels, maker) for f in (_least_first, _shared_first, _depth_first)]
-        orders = [_sums_at_once(ordered, maker) for ordered in orders]
-        return min(orders, key=lambda ordered: _rough_peak(program, ordered))
     users: dict[Any, list[Kernel]] = collections.defaultdict(list)
     waiting = {}
     for kernel in kernels:
@@ -47,7 +45,7 @@ def order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
         for source in sources:
             users[source].append(kernel)
     for readers in users.values():
-        readers.sort(key=lambda k: _rank(k.node))
+        readers.sort(key=lambda k: _rank(k.first))
     queue = collections.deque([*program.arguments])
     queue.extend(s for s in users if isinstance(s, Value) and s not in set(program.arguments))
     queue.extend(k for k in kernels if not waiting[k])
@@ -68,9 +66,9 @@ def _sums_at_once(ordered: list[Kernel], maker: dict[Value, Kernel]) -> list[Ker
     parts: dict[Kernel, list[Kernel]] = collections.defaultdict(list)
     for kernel in ordered:
         made = [maker[v] for v in kernel.reads if v in maker]
-        if made and kernel.node.op in REDUCTIONS:
+        if made and kernel.first.op in REDUCTIONS:
             latest = max(made, key=place.__getitem__)
-            if latest.node.fusible:
+            if latest.first.fusible:
                 parts[latest].append(kernel)
     later = {k for kernels in parts.values() for k in kernels}
     return [k for kernel in ordered if kernel not in later for k in (kernel, *parts[kernel])]
@@ -83,7 +81,7 @@ def _depth_first(program: Program, kernels, maker, rank=None) -> list[Kernel]:
     """
     leaving: dict[Kernel, list[Kernel]] = collections.defaultdict(list)
     for kernel in kernels:
-        if kernel.node.outputs[0].in_host_memory and kernel.reads[0] in maker:
+        if kernel.outputs[0].in_host_memory and kernel.reads[0] in maker:
             leaving[maker[kernel.reads[0]]].append(kernel)
 
     def made_by(values: Iterable[Value]) -> list[Kernel]:
@@ -118,7 +116,7 @@ def _shared_first(program: Program, kernels, maker) -> list[Kernel]:
     rank: dict[Kernel, tuple[int, int]] = {}
     so_far = 0
     for kernel in visited:
-        size = sum(v.bytes for v in kernel.node.outputs if v.has_buffer)
+        size = sum(v.bytes for v in kernel.outputs if v.has_buffer)
         so_far += size
         below = [rank[k] for k in {maker[v] for v in kernel.reads if v in maker}]
         shared = users[kernel] - 1 + sum(r[0] for r in below)
@@ -142,15 +140,17 @@ def _least_first(program: Program, kernels, maker) -> list[Kernel]:
             left[value].append(kernel)
 
     def added(kernel: Kernel) -> int:
-        made = (v.bytes for v in kernel.node.outputs if v.has_buffer and not v.in_host_memory)
+        made = (v.bytes for v in kernel.outputs if v.has_buffer and not v.in_host_memory)
         freed = (v.bytes for v in reads[kernel] if len(left[v]) == 1 and v not in kept)
         return sum(made) - sum(freed)
 
     number = {k: i for i, k in enumerate(kernels)}
 
     def entry(kernel: Kernel) -> tuple[int, bool, int]:
-        # A library call comes later than what needs as much: it also returns its scratch space.
-        return added(kernel), kernel.node.op == "conv_general_dilated", number[kernel]
+        # What makes several arrays comes later than what needs as much: it also makes a list of
+        # them. A library call returns its scratch space, too.
+        several = len(kernel.outputs) > 1 or kernel.first.op == "conv_general_dilated"
+        return added(kernel), several, number[kernel]
 
     queue = [entry(k) for k in kernels if not waiting[k]]
     heapq.heapify(queue)
@@ -178,7 +178,7 @@ def _rough_peak(program: Program, kernels: Sequence[Kernel]) -> int:
     kept = {v.array for v in program.outputs}
     now = peak = 0
     for kernel in kernels:
-        made = [v for v in kernel.node.outputs if v.has_buffer and not v.in_host_memory]
+        made = [v for v in kernel.outputs if v.has_buffer and not v.in_host_memory]
         now += sum(v.bytes for v in made)
         peak = max(peak, now)
         dead = {v.array for v in kernel.reads if last[v.array] is kernel} - kept

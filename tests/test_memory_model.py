@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxtile
-from jaxtile import _buffers, _schedule
+from jaxtile import _buffers, _fusion, _schedule
 from jaxtile._memory import predict_memory
 from jaxtile._packing import packed_bytes
 from jaxtile._program import Program
@@ -90,6 +90,62 @@ def test_on_a_gpu_uneven_padding_is_a_copy(padding, copies):
     assert labels(found).count("conv_general_dilated (pad)") == copies
 
 
+@pytest.mark.parametrize(("zeros", "made"), [((1, 1), "sin"), ((1, 2), "pad")])
+def test_on_a_gpu_zeros_around_an_image_are_padding(zeros, made):
+    """The library pads both ends alike; other zeros are written around the image."""
+
+    def fun(params, x):
+        around = jnp.pad(jnp.sin(x), ((0, 0), zeros, zeros, (0, 0)))
+        return conv(around, params[0], padding="VALID")
+
+    jaxpr = jax.make_jaxpr(training(fun))(*shapes(layers=1)).jaxpr
+    kernels = [k.first.op for k in _fusion.kernels(Program(jaxpr, "gpu"))]
+    assert [op for op in kernels if op in ("sin", "pad")] == [made]
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_on_a_gpu_kernels_that_read_the_same_array_are_one(forward):
+    """A relu and its gradient, unless the gradient needs the relu."""
+
+    def fun(w, v, x, cotangent):
+        before = conv(x, w)
+        after, backward = jax.vjp(lambda x: conv(jax.nn.relu(x), v), before)
+        [gradient] = backward(jnp.sin(after) if forward else cotangent)
+        _, kernel = jax.vjp(lambda v: conv(jax.nn.relu(before), v), v)
+        return kernel(cotangent), conv(gradient, w)
+
+    w, x = shape(3, 3, 16, 16), shape(1, 32, 32, 16)
+    kernels = _fusion.kernels(Program(jax.make_jaxpr(fun)(w, w, x, x).jaxpr, "gpu"))
+    [relu] = [k for k in kernels if any(n.op == "max" for n in k.parts)]
+    assert [n.op for n in relu.parts] == (["max"] if forward else ["max", "select_n"])
+    on_cpu = _fusion.kernels(Program(jax.make_jaxpr(fun)(w, w, x, x).jaxpr, "cpu"))
+    assert all(len(k.parts) == 1 for k in on_cpu)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_on_a_gpu_an_optimiser_works_in_the_order_of_the_library(size, guarded):
+    """On the kernel's copy and on its gradient; the momentum is copied to its place at the end.
+
+    Compiled for an H200 (jax 0.11.2): 3.000 to 3.001 kernels of temporaries in each case.
+    """
+
+    def step(w, momentum, x):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.sin(conv(x, w))))(w)
+        moved = 0.9 * momentum + gradient
+        new = w - 0.1 * moved
+        if not guarded:
+            return new, moved
+        finite = jnp.isfinite(new).all() & jnp.isfinite(moved).all()
+        return jnp.where(finite, new, w), jnp.where(finite, moved, momentum)
+
+    w, x = shape(size, size, 512, 512), shape(1, 8, 8, 512)
+    jaxpr = jax.make_jaxpr(step)(w, w, x)
+    found = predict_memory(jaxpr, platform="gpu", donated=[True, True, False])
+    kernel = size * size * 512 * 512 * 4
+    assert found.bytes.temporaries == pytest.approx(3 * kernel, rel=1e-3)
+
+
 def test_on_a_gpu_a_long_sum_is_not_computed_twice():
     """Both readers would read eight arrays; written once, they read one."""
 
@@ -97,8 +153,8 @@ def test_on_a_gpu_a_long_sum_is_not_computed_twice():
         total = sum(jnp.split(x @ w, 8, axis=1)[i] for i in range(8))
         return jnp.sin(total) @ w[:, :64].T, jnp.cos(total) @ w[:, :64].T
 
-    jaxpr = jax.make_jaxpr(fun)(shape(4096, 64), shape(64, 512))
-    assert "add" in labels(predict_memory(jaxpr, platform="gpu", largest=20))
+    jaxpr = jax.make_jaxpr(fun)(shape(4096, 64), shape(64, 512)).jaxpr
+    assert "add" in [k.first.op for k in _fusion.kernels(Program(jaxpr, "gpu"))]
 
 
 def test_on_a_gpu_what_is_read_often_is_held_in_its_narrow_type():
@@ -167,23 +223,23 @@ def test_on_a_gpu_a_bias_does_not_make_its_gradient_wait():
     weights, x = shapes()
     with_bias = [(w, shape(16)) for w in weights]
     program = Program(jax.make_jaxpr(training(fun))(with_bias, x).jaxpr, "gpu")
-    ordered = _schedule.order(program, _buffers._kernels(program))
+    ordered = _schedule.order(program, _fusion.kernels(program))
     biases = [
         i
         for i, k in enumerate(ordered)
-        if k.node.op == "reduce_sum" and k.reads[0].shape == x.shape and k.node.outputs[0].shape
+        if k.first.op == "reduce_sum" and k.reads[0].shape == x.shape and k.outputs[0].shape
     ]
     assert len(biases) == len(weights)
     for i in biases:
-        assert not set(ordered[i - 1].node.outputs).isdisjoint(ordered[i].reads)
+        assert not set(ordered[i - 1].outputs).isdisjoint(ordered[i].reads)
 
 
 def test_every_order_has_every_kernel_once():
     tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
     for fun in (network, pooled, tiled):
         program = Program(jax.make_jaxpr(training(fun))(*shapes(size=64)).jaxpr, "gpu")
-        kernels = _buffers._kernels(program)
-        maker = {v: k for k in kernels for v in k.node.outputs}
+        kernels = _fusion.kernels(program)
+        maker = {v: k for k in kernels for v in k.outputs}
         for order in (_schedule._least_first, _schedule._shared_first, _schedule._depth_first):
             ordered = _schedule._sums_at_once(order(program, kernels, maker), maker)
             assert len(ordered) == len(kernels)
