@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ._fusion import is_reduced, kernels
+from ._fusion import kernels
 from ._instructions import Node, Value
 from ._packing import packed_bytes
 from ._program import Program
@@ -131,21 +131,16 @@ class _Lifetimes:
             dying = {
                 v: held[v] for v in reads[i] if last[v] == i and v in held and v not in outputs
             }
-            # On a GPU, one kernel makes a value and adds it up, and that is not elementwise.
-            alone = program.platform == "cpu" or not any(map(is_reduced, kernel.outputs))
-            made = [(n, k, v) for n in kernel.parts for k, v in enumerate(n.outputs)]
-            for node, k, value in made:
-                if not value.has_buffer:
-                    continue
+            places = kernel.overwritten(dying)
+            for node, value in [(n, v) for n in kernel.parts for v in n.outputs if v.has_buffer]:
                 kind = "tile" if program.inside else node.context.kind
                 kind = "host" if value.in_host_memory else kind
                 if value in outside or self._lies_in_carry(program, node, value, last, i):
                     held[value] = Buffer(0, start, self.now, kind, value)
                     continue
-                buffer = None
-                if (alone or node.starts) and value not in self.in_place:
-                    buffer = self._take_over(node, k, dying)
-                if buffer is None:
+                if value in places and value not in self.in_place:
+                    buffer = dying.pop(places[value])
+                else:
                     begin = 0 if value in self.in_place else start
                     buffer = Buffer(value.bytes, begin, self.now, kind, value)
                     found.append(buffer)
@@ -159,21 +154,6 @@ class _Lifetimes:
         for buffer in [*copied, *(held[v] for v in outputs if v in held)]:
             buffer.end = self.now
         return found + copied
-
-    @staticmethod
-    def _take_over(node: Node, k: int, dying: dict[Value, Buffer]) -> Buffer | None:
-        """The buffer of an operand that is not read again, if the result may lie there.
-
-        A loop updates its carry in place.
-        """
-        shape, dtype = node.outputs[k].shape, node.outputs[k].dtype
-        if node.starts:
-            return dying.pop(node.starts[k], None) if k < len(node.starts) else None
-        if node.overwrites:
-            for value in dying:
-                if value.shape == shape and value.dtype == dtype:
-                    return dying.pop(value)
-        return None
 
     @staticmethod
     def _lies_in_carry(program: Program, node: Node, value: Value, last, i: int) -> bool:

@@ -4,47 +4,26 @@ A value has a buffer only if something that cannot be fused makes it or reads it
 reads the operands instead, which then live longer: the backward pass of a relu holds the
 convolution's output, not the relu's. A GPU's compiler fuses a value into all its readers or into
 none, into reductions too, and weighs what is read against what is written; then it joins kernels
-that read the same array, which run when the last of them can.
+(`_kernels`).
 
 Known inefficiencies: the rules are those seen in the CPU compiler of jax 0.10 to 0.12 and in the
-GPU compiler of jax 0.11. A kernel and another that reads its result are joined only if the other is
-a sum (`_schedule`).
+GPU compiler of jax 0.11, which estimates times instead.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
-import functools
-import itertools
 import math
-import operator
 from collections.abc import Collection
 
 from ._instructions import MOVES, RANDOM, REDUCTIONS, Node, Value, narrow
+from ._kernels import Kernel, joined
 from ._program import Program
 
-_SMALL = 4096  # bytes that are not worth reading together
 # A reduction is a library call on the CPU, and takes one of these along if nothing else reads it.
 _TAKEN_ALONG = frozenset(["add", "add_any", "max", "min", "mul", "square", "sub"])
+# Of what XLA computes once on the CPU, a GPU's compiler computes these several times.
+_CHEAP_ON_GPU = ("erf", "exp", "log", "sqrt")
 _PARTS = ("slice", "dynamic_slice", "gather")
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Kernel:
-    """Operations that run as one, and the buffers that each reads."""
-
-    parts: dict[Node, list[Value]]
-    first: Node = dataclasses.field(init=False)
-    reads: list[Value] = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        self.first = next(iter(self.parts))
-        self.reads = list(dict.fromkeys(v for reads in self.parts.values() for v in reads))
-
-    @property
-    def outputs(self) -> list[Value]:
-        return [v for node in self.parts for v in node.outputs]
 
 
 def kernels(program: Program) -> list[Kernel]:
@@ -88,7 +67,8 @@ def kernels(program: Program) -> list[Kernel]:
         rounds = on_cpu and narrow(value.dtype) and node.op not in MOVES
         # A number that several kernels read is computed once.
         number = on_cpu and math.prod(value.shape) == 1 and node.op not in MOVES
-        costly = node.expensive or rounds or number
+        slow = node.expensive and (on_cpu or node.op not in _CHEAP_ON_GPU)
+        costly = slow or rounds or number
         value.has_buffer = needed or node in heavy or (costly and len(readers) > 1)
         if not value.has_buffer and not repeated.isdisjoint(readers):
             repeated.add(node)
@@ -100,7 +80,7 @@ def kernels(program: Program) -> list[Kernel]:
         for node in program.nodes
         if any(v.has_buffer for v in node.outputs)
     ]
-    return found if on_cpu else _with_siblings(found)
+    return found if on_cpu else joined(found, outputs)
 
 
 def _is_cheap(node: Node) -> bool:
@@ -187,51 +167,3 @@ def _reads(
         else:
             reads[value] = None
     return list(reads)
-
-
-def _with_siblings(kernels: list[Kernel]) -> list[Kernel]:
-    """Fusions of equal shape that read the same array are one kernel, if none needs another.
-
-    Arrays are visited from the last one made to the arguments, as XLA does.
-    """
-    number = {v: i for i, k in enumerate(kernels) for v in k.outputs}
-    readers: dict[Value, list[int]] = collections.defaultdict(list)
-    needs: list[int] = []  # per kernel a set of others, as bits
-    for i, kernel in enumerate(kernels):
-        sources = {number[v] for v in kernel.reads if v in number}
-        needs.append(functools.reduce(operator.or_, (needs[j] | 1 << j for j in sources), 0))
-        if kernel.first.fusible:
-            for value in dict.fromkeys(v.array for v in kernel.reads if v.bytes >= _SMALL):
-                readers[value].append(i)
-    groups = {i: [i] for i in range(len(kernels))}
-    for value in sorted(readers, key=lambda v: number.get(v, -1), reverse=True):
-        for i, j in itertools.combinations(readers[value], 2):
-            one, other = groups[i], groups[j]
-            if one is other or kernels[i].outputs[0].shape != kernels[j].outputs[0].shape:
-                continue
-            here, there = (sum(1 << k for k in group) for group in (one, other))
-            if needs[i] & there or needs[j] & here:
-                continue
-            one += other
-            groups.update(dict.fromkeys(other, one))
-            both, needed = here | there, needs[i] | needs[j]
-            for k in range(len(kernels)):
-                if needs[k] & both:
-                    needs[k] |= both | needed
-            for k in one:
-                needs[k] = needed
-    joined = [group for i, group in groups.items() if i == group[0]]
-    return [Kernel({kernels[k].first: kernels[k].reads for k in group}) for group in joined]
-
-
-def is_reduced(value: Value) -> bool:
-    """Whether a reduction reads it, or what is fused into one."""
-    pending, seen = [value], set()
-    while pending:
-        for reader in pending.pop().readers:
-            if reader.op in REDUCTIONS:
-                return True
-            if reader.fusible and reader not in seen and not reader.outputs[0].has_buffer:
-                seen.add(reader)
-                pending.append(reader.outputs[0])
-    return False

@@ -23,7 +23,7 @@ _EXPENSIVE = frozenset(
     lgamma log log1p log2 logistic pow rem rsqrt sin sinh sqrt tan tanh
     """.split()
 )
-REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min")
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 RANDOM = "random words"
 
 
@@ -80,6 +80,8 @@ class Node:
     in_place: bool = False
     for_layout: bool = False
     """Copies an operand into the dimension order that a library wants."""
+    adds: bool = False
+    """Can add another array to its result, as a GPU's library does with convolutions."""
     bodies: list[Program] = dataclasses.field(default_factory=list)
     starts: list[Value] = dataclasses.field(default_factory=list)
     """What a loop's carry starts as, per output."""

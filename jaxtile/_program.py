@@ -74,6 +74,7 @@ class Program:
         self._add_into_scatters()
         if platform != "cpu":
             self._copy_shared_zeros()
+            self._add_in_convolutions()
             self._choose_with_pools()
             self._keep_library_order()
         for node in self.nodes:
@@ -295,6 +296,34 @@ class Program:
                     break
         self.nodes = [n for n in self.nodes if n not in gone]
 
+    def _add_in_convolutions(self) -> None:
+        """A convolution, on a GPU, adds its bias and one more array itself."""
+        reads = collections.Counter(v for n in self.nodes for v in n.inputs)
+        reads.update(self.outputs)
+        gone = set()
+
+        def makers(value: Value) -> list[Node]:
+            """What makes it, and what makes that before a bias is added."""
+            if value.node is None or reads[value] > 1:
+                return []
+            if value.node.op != "add" or not any(_is_spread(v, value) for v in value.node.inputs):
+                return [value.node]
+            return [value.node, *(v.node for v in value.node.inputs if reads[v] == 1)]
+
+        for i, node in enumerate(self.nodes):
+            if node.op not in ("add", "add_any"):
+                continue
+            for value, other in (node.inputs, node.inputs[::-1]):
+                found = [n for n in makers(value) if n and n.adds]
+                if found and not _is_spread(other, node.outputs[0]):
+                    gone.update(makers(value))
+                    inputs = [*found[0].inputs, other]
+                    new = dataclasses.replace(found[0], inputs=inputs, outputs=node.outputs)
+                    new.adds = False
+                    node.outputs[0].node = self.nodes[i] = new
+                    break
+        self.nodes = [n for n in self.nodes if n not in gone]
+
     def zeros(self, shape: Sequence[int], dtype: Any, context: Context) -> Value:
         """One array for all zeros of a shape: those of a relu, of its gradient, of a scatter."""
         aval = jax.ShapeDtypeStruct(shape, dtype)
@@ -403,6 +432,12 @@ def _library_order(convolution: Node) -> tuple[int, ...]:
 
 def _operands_in(node: Node, nodes: Collection[Node]) -> int:
     return sum(v.node in nodes for v in dict.fromkeys(node.inputs))
+
+
+def _is_spread(value: Value, result: Value) -> bool:
+    """Whether it has fewer numbers than what is made of it, as a bias has."""
+    made = value.node is not None and value.node.op == "broadcast_in_dim"
+    return value.literal or made or math.prod(value.shape) < math.prod(result.shape)
 
 
 def _is_zero(number: Any) -> bool:

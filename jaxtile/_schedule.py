@@ -4,7 +4,7 @@ On the CPU breadth first: whatever is ready, in the order in which it became rea
 backward pass can prepare early (weights in another dimension order, say) is prepared early, and is
 held. Elsewhere XLA makes three orders and takes the one that needs least: always the kernel that
 adds the fewest bytes (its list scheduler), depth first to what is shared most (its DFS scheduler),
-and plainly depth first (its post order). A sum over what a fusion makes is part of that kernel.
+and plainly depth first (its post order).
 
 Known inefficiencies: which of two equal kernels comes first is up to names that a trace does not
 have; where two orders need nearly the same, the other one may be taken.
@@ -17,9 +17,11 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._fusion import Kernel
-from ._instructions import REDUCTIONS, Node, Value
+from ._instructions import Node, Value
+from ._kernels import Kernel
 from ._program import Program
+
+_NEARLY = 0.97  # where two orders need as much as that, XLA was seen to take the first
 
 
 def order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
@@ -28,8 +30,8 @@ def order(program: Program, kernels: list[Kernel]) -> list[Kernel]:
     if program.platform == "cpu":
         return _breadth_first(program, kernels, maker)
     orders = [f(program, kernels, maker) for f in (_least_first, _shared_first, _depth_first)]
-    orders = [_sums_at_once(ordered, maker) for ordered in orders]
-    return min(orders, key=lambda ordered: _rough_peak(program, ordered))
+    peaks = [_rough_peak(program, ordered) for ordered in orders]
+    return orders[0] if peaks[0] * _NEARLY < min(peaks) else orders[peaks.index(min(peaks))]
 
 
 def _breadth_first(program: Program, kernels, maker) -> list[Kernel]:
@@ -58,20 +60,6 @@ def _breadth_first(program: Program, kernels, maker) -> list[Kernel]:
             if not waiting[kernel]:
                 queue.append(kernel)
     return ordered
-
-
-def _sums_at_once(ordered: list[Kernel], maker: dict[Value, Kernel]) -> list[Kernel]:
-    """What adds up the result of a fusion is part of it, as the gradient of a bias."""
-    place = {k: i for i, k in enumerate(ordered)}
-    parts: dict[Kernel, list[Kernel]] = collections.defaultdict(list)
-    for kernel in ordered:
-        made = [maker[v] for v in kernel.reads if v in maker]
-        if made and kernel.first.op in REDUCTIONS:
-            latest = max(made, key=place.__getitem__)
-            if latest.first.fusible:
-                parts[latest].append(kernel)
-    later = {k for kernels in parts.values() for k in kernels}
-    return [k for kernel in ordered if kernel not in later for k in (kernel, *parts[kernel])]
 
 
 def _depth_first(program: Program, kernels, maker, rank=None) -> list[Kernel]:
@@ -178,11 +166,14 @@ def _rough_peak(program: Program, kernels: Sequence[Kernel]) -> int:
     kept = {v.array for v in program.outputs}
     now = peak = 0
     for kernel in kernels:
-        made = [v for v in kernel.outputs if v.has_buffer and not v.in_host_memory]
-        now += sum(v.bytes for v in made)
+        arrays = dict.fromkeys(v.array for v in kernel.reads)
+        dead = [v for v in arrays if last[v] is kernel and v not in kept and v.node is not None]
+        places = kernel.overwritten(dead)
+        made = (v for v in kernel.outputs if v.has_buffer and v not in places)
+        now += sum(v.bytes for v in made if not v.in_host_memory)
         peak = max(peak, now)
-        dead = {v.array for v in kernel.reads if last[v.array] is kernel} - kept
-        now -= sum(v.bytes for v in dead if v.node is not None and not v.in_host_memory)
+        free = (v for v in dead if v not in places.values())
+        now -= sum(v.bytes for v in free if not v.in_host_memory)
     return peak
 
 

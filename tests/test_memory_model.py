@@ -122,6 +122,55 @@ def test_on_a_gpu_kernels_that_read_the_same_array_are_one(forward):
     assert all(len(k.parts) == 1 for k in on_cpu)
 
 
+def test_on_a_gpu_what_only_a_joint_kernel_reads_is_not_written():
+    """Three functions of one maximum; compiled for an H200 (jax 0.11.2): 6.007 images."""
+
+    def fun(weights, x):
+        largest = functools.reduce(jnp.maximum, [conv(x, w) for w in weights])
+        results = [f(largest) for f in (jnp.sin, jnp.cos, jnp.tanh)]
+        return sum(jnp.sum(conv(y, w)) for y, w in zip(results, weights, strict=True))
+
+    weights, x = shapes(layers=3)
+    found = predict_memory(jax.make_jaxpr(fun)(weights, x), platform="gpu", largest=20)
+    assert "max" not in labels(found)
+    assert found.bytes.temporaries == pytest.approx(6 * 256 * 256 * 16 * 4, rel=2e-3)
+
+
+def test_on_a_gpu_a_convolution_adds_another_array():
+    """To its result, with the bias, before it is written; not if that is read elsewhere."""
+
+    def ops(fun):
+        w, x = shape(3, 3, 16, 16), shape(1, 32, 32, 16)
+        kernels = _fusion.kernels(Program(jax.make_jaxpr(fun)(w, shape(16), x).jaxpr, "gpu"))
+        return [node.op for k in kernels for node in k.parts if not node.for_layout]
+
+    assert ops(lambda w, b, x: jnp.sin(x) + (conv(x, w) + b)) == ["sin", "conv_general_dilated"]
+    assert ops(lambda w, b, x: (conv(x, w), x + conv(x, w))) == ["conv_general_dilated", "add"]
+
+
+def norms(params, x):
+    for w in params:
+        x = conv(x, w)
+        x = x - x.mean((0, 1, 2))
+        x = jax.nn.relu(x * jax.lax.rsqrt(jnp.square(x).mean((0, 1, 2)) + 1e-5))
+    return x
+
+
+def gates(params, x):
+    for w in params:
+        x = conv(x, w) * jax.nn.sigmoid(conv(x, 2 * w))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fun", "images"), [(network, 12.001), (pooled, 4.502), (norms, 12.006), (gates, 19.003)]
+)
+def test_on_a_gpu_compiled_bytes_of_small_networks(fun, images):
+    """As compiled for an H200 (jax 0.11.2): temporaries of the loss and all gradients."""
+    found = predict_memory(jax.make_jaxpr(training(fun))(*shapes()), platform="gpu")
+    assert found.bytes.temporaries == pytest.approx(images * 256 * 256 * 16 * 4, rel=5e-3)
+
+
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("guarded", [False, True])
 def test_on_a_gpu_an_optimiser_works_in_the_order_of_the_library(size, guarded):
@@ -147,11 +196,11 @@ def test_on_a_gpu_an_optimiser_works_in_the_order_of_the_library(size, guarded):
 
 
 def test_on_a_gpu_a_long_sum_is_not_computed_twice():
-    """Both readers would read eight arrays; written once, they read one."""
+    """Both readers, one after the other, would read eight arrays; written once, they read one."""
 
     def fun(x, w):
         total = sum(jnp.split(x @ w, 8, axis=1)[i] for i in range(8))
-        return jnp.sin(total) @ w[:, :64].T, jnp.cos(total) @ w[:, :64].T
+        return jnp.cos(total) * (jnp.sin(total) @ w[:, :64])
 
     jaxpr = jax.make_jaxpr(fun)(shape(4096, 64), shape(64, 512)).jaxpr
     assert "add" in [k.first.op for k in _fusion.kernels(Program(jaxpr, "gpu"))]
@@ -223,15 +272,14 @@ def test_on_a_gpu_a_bias_does_not_make_its_gradient_wait():
     weights, x = shapes()
     with_bias = [(w, shape(16)) for w in weights]
     program = Program(jax.make_jaxpr(training(fun))(with_bias, x).jaxpr, "gpu")
-    ordered = _schedule.order(program, _fusion.kernels(program))
-    biases = [
-        i
-        for i, k in enumerate(ordered)
-        if k.first.op == "reduce_sum" and k.reads[0].shape == x.shape and k.outputs[0].shape
+    sums = [
+        kernel
+        for kernel in _fusion.kernels(program)
+        for node in kernel.parts
+        if node.op == "reduce_sum" and node.inputs[0].shape == x.shape and node.outputs[0].shape
     ]
-    assert len(biases) == len(weights)
-    for i in biases:
-        assert not set(ordered[i - 1].outputs).isdisjoint(ordered[i].reads)
+    assert len(sums) == len(weights)
+    assert all(x.shape in [v.shape for v in kernel.outputs] for kernel in sums)
 
 
 def test_every_order_has_every_kernel_once():
@@ -241,7 +289,7 @@ def test_every_order_has_every_kernel_once():
         kernels = _fusion.kernels(program)
         maker = {v: k for k in kernels for v in k.outputs}
         for order in (_schedule._least_first, _schedule._shared_first, _schedule._depth_first):
-            ordered = _schedule._sums_at_once(order(program, kernels, maker), maker)
+            ordered = order(program, kernels, maker)
             assert len(ordered) == len(kernels)
             assert set(ordered) == set(kernels)
             done = set()
