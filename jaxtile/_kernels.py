@@ -152,7 +152,7 @@ class _Joins:
 
     def _alike(self, i: int, j: int) -> bool:
         one, other = self.kernels[i], self.kernels[j]
-        axes = {n.params["axes"] for k in (one, other) for n in k.parts if n.op in REDUCTIONS}
+        axes = {n.params.get("axes") for k in (one, other) for n in k.parts if n.op in REDUCTIONS}
         return one.shape is not None and one.shape == other.shape and len(axes) < 2
 
     def _join(self, i: int, j: int, parts: dict[Node, list[Value]]) -> None:

@@ -2,10 +2,12 @@
 
 import functools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from hypothesis import settings
 
 import jaxtile
 from jaxtile import _buffers, _fusion, _schedule
@@ -13,6 +15,7 @@ from jaxtile._memory import predict_memory
 from jaxtile._packing import packed_bytes
 from jaxtile._program import Program
 
+from .random_networks import networks
 from .reference_models import shape
 from .support import conv
 from .test_memory_report import network, shapes, training
@@ -282,11 +285,15 @@ def test_on_a_gpu_a_bias_does_not_make_its_gradient_wait():
     assert all(x.shape in [v.shape for v in kernel.outputs] for kernel in sums)
 
 
-def test_every_order_has_every_kernel_once():
-    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
-    for fun in (network, pooled, tiled):
-        program = Program(jax.make_jaxpr(training(fun))(*shapes(size=64)).jaxpr, "gpu")
+def check_orders(jaxpr):
+    """Each has every kernel once, after what makes its operands; loops' bodies too."""
+    pending = [Program(jaxpr, "gpu")]
+    while pending:
+        program = pending.pop()
+        pending += [body for node in program.nodes for body in node.bodies]
         kernels = _fusion.kernels(program)
+        made = [v for k in kernels for v in k.outputs]
+        assert len(made) == len(set(made))
         maker = {v: k for k in kernels for v in k.outputs}
         for order in (_schedule._least_first, _schedule._shared_first, _schedule._depth_first):
             ordered = order(program, kernels, maker)
@@ -295,7 +302,26 @@ def test_every_order_has_every_kernel_once():
             done = set()
             for kernel in ordered:
                 assert all(maker[v] in done for v in kernel.reads if v in maker)
+                assert all(v in maker for v in kernel.reads if v.node and not v.literal)
                 done.add(kernel)
+
+
+def test_every_order_has_every_kernel_once():
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(2, 2))
+    for fun in (network, pooled, norms, gates, tiled):
+        check_orders(jax.make_jaxpr(training(fun))(*shapes(size=64)).jaxpr)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@hypothesis.given(networks())
+def test_orders_of_random_networks(drawn):
+    hypothesis.note(repr(drawn))
+    tiled = jaxtile.checkpoint(
+        drawn, in_axes=(None, (1, 2)), tiles=drawn.tiles, policy=drawn.policy
+    )
+    for fun in (drawn, tiled):
+        loss = jax.grad(lambda *args, fun=fun: sum(map(jnp.sum, fun(*args))), argnums=(0, 1))
+        check_orders(jax.make_jaxpr(loss)(*drawn.args).jaxpr)
 
 
 def test_packing():
