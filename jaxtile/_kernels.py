@@ -39,7 +39,7 @@ class Kernel:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """What a fusion, on a GPU also a sum, is computed over; None for other kernels."""
+        """What a fusion or a sum goes over; None for other kernels."""
         node = next((n for n in self.parts if n.op not in REDUCTIONS), self.first)
         if node.op in REDUCTIONS:
             return node.inputs[0].shape
@@ -52,8 +52,8 @@ class Kernel:
     def overwritten(self, dying: Iterable[Value]) -> dict[Value, Value]:
         """Results that may lie where an operand was that is not read again, with that operand.
 
-        Only this result may be made of it. A loop updates its carry in place. What also adds up
-        does not go through arrays element by element.
+        No other result may be made of it. A loop updates its carry in place. A kernel that also
+        adds up does not go through its arrays in order.
         """
         places: dict[Value, Value] = {}
         free = dict.fromkeys(dying)
@@ -127,13 +127,13 @@ class _Joins:
         if i is None or len(self.kernels[i].parts) > 1 or not self.kernels[i].first.fusible:
             return
         dropped = len(self.readers[value]) == 1 and not is_output
-        only_here = not dropped and _is_costly(value)
+        costly = not dropped and _is_costly(value)
         able = [
             j
             for j in sorted(self.readers[value])
             if self._alike(i, j)
             and self._follows(i, j, value)
-            and not (only_here and self.kernels[j].adds_up)
+            and not (costly and self.kernels[j].adds_up)
         ]
         joint = [j for j in able if len(self.kernels[j].parts) > 1]
         for j in (joint or ([] if dropped else able))[:1]:

@@ -26,10 +26,9 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
         program.in_order(inputs[0], (lhs[0], *lhs[2:], lhs[1]), context),
         program.in_order(inputs[1], (*rhs[2:], rhs[1], rhs[0]), context),
     ]
-    forward = False
+    kernel = inputs[1].base
+    gradient = lhs[0] != 0 or (kernel.node is not None and kernel.node.op == "rev")
     if program.platform != "cpu":
-        kernel = inputs[1].base
-        forward = not (kernel.node and kernel.node.op == "rev") and lhs[0] == 0
         if kernel.node and kernel.node.op == "rev":  # the same copy serves for gradients
             kernel = kernel.node.inputs[0]
         if kernel.array in program.arguments:
@@ -38,7 +37,7 @@ def _convolution(program: Program, params, avals, inputs, context) -> list[Value
     usual = (out[0], *out[2:], out[1]) if program.platform == "cpu" else tuple(range(n))
     made = jax.ShapeDtypeStruct([avals[0].shape[d] for d in usual], avals[0].dtype)
     result = program.some("conv_general_dilated", operands, context, [made], params)[0]
-    result.node.adds = forward
+    result.node.adds = not gradient
     back = [usual.index(d) for d in range(n)]
     if is_in_order(result, back):
         return [result]
