@@ -6,9 +6,9 @@ dimensions are tiled), `_tile` (one tile), `_calls` (custom derivatives), `_targ
 (where to cut), `_recompute` and `_loop` (regions and their derivatives), `_mesh`, `_collectives`
 and `_sharded` (the same on many devices), `_checkpoint` (the public face), `_stream` (the same from
 disk to disk), `_cost` and `_explain`, `_operations` and `_liveness` (work and live bytes of any
-function), `_outline` (what a planner sees); `_instructions`, `_lowerings`, `_program`, `_kernels`,
-`_fusion`, `_schedule`, `_packing`, `_buffers`, `_compiled` and `_memory` (predicted and true
-bytes). `ops` are operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
+function), `_outline` (what a planner sees); `_instructions`, `_lowerings`, `_rewrites`, `_program`,
+`_kernels`, `_fusion`, `_schedule`, `_packing`, `_buffers`, `_compiled` and `_memory` (predicted and
+true bytes). `ops` are operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
 """
 
 from . import ops as ops

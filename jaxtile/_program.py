@@ -1,15 +1,15 @@
 """A traced function as XLA sees it first: one flat list of operations.
 
 Calls are inlined, equal operations merged, unused ones dropped. Some operations become several, as
-XLA lowers them (`_lowerings`); on a GPU, all zeros of one shape are one array.
+XLA lowers them (`_lowerings`), and several one (`_rewrites`); on a GPU, all zeros of one shape are
+one array.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 
 from ._instructions import MOVES, Context, Node, Value, is_in_order, narrow
 from ._lowerings import LOWERINGS
+from ._rewrites import rewritten
 from ._rules import find
 from ._rules._elementwise import Elementwise
 
@@ -71,12 +72,7 @@ class Program:
         old = self.arguments[begin : begin + count]
         self.carried = dict(zip(self.outputs[:count], old, strict=True))
         self._drop_unused()
-        self._add_into_scatters()
-        if platform != "cpu":
-            self._copy_shared_zeros()
-            self._add_in_convolutions()
-            self._choose_with_pools()
-            self._keep_library_order()
+        self.nodes = rewritten(self.nodes, self.outputs, platform)
         for node in self.nodes:
             for value in dict.fromkeys(node.inputs):
                 value.readers.append(node)
@@ -276,134 +272,10 @@ class Program:
                 pending += [v.node for v in node.inputs if v.node]
         self.nodes = [n for n in self.nodes if n in used]
 
-    def _add_into_scatters(self) -> None:
-        """A sum with what is scattered into zeros is scattered into the other summand instead."""
-        reads = collections.Counter(v for n in self.nodes for v in n.inputs)
-        reads.update(self.outputs)
-        gone = set()
-        for i, node in enumerate(self.nodes):
-            if node.op not in ("add", "add_any"):
-                continue
-            for value, other in (node.inputs, node.inputs[::-1]):
-                scatter = value.node
-                if scatter and scatter.op == "scatter into zeros" and reads[value] == 1:
-                    gone |= {scatter.inputs[0].node} if reads[scatter.inputs[0]] == 1 else set()
-                    moved = dataclasses.replace(scatter, op="scatter", outputs=node.outputs)
-                    moved.inputs = [other, *scatter.inputs[1:]]
-                    node.outputs[0].node = moved
-                    self.nodes[i] = moved
-                    gone.add(scatter)
-                    break
-        self.nodes = [n for n in self.nodes if n not in gone]
-
-    def _add_in_convolutions(self) -> None:
-        """A convolution, on a GPU, adds its bias and one more array itself."""
-        reads = collections.Counter(v for n in self.nodes for v in n.inputs)
-        reads.update(self.outputs)
-        gone = set()
-
-        def makers(value: Value) -> list[Node]:
-            """What makes it, and what makes that before a bias is added."""
-            if value.node is None or reads[value] > 1:
-                return []
-            if value.node.op != "add" or not any(_is_spread(v, value) for v in value.node.inputs):
-                return [value.node]
-            return [value.node, *(v.node for v in value.node.inputs if reads[v] == 1)]
-
-        for i, node in enumerate(self.nodes):
-            if node.op not in ("add", "add_any"):
-                continue
-            for value, other in (node.inputs, node.inputs[::-1]):
-                found = [n for n in makers(value) if n and n.adds]
-                if found and not _is_spread(other, node.outputs[0]):
-                    gone.update(makers(value))
-                    inputs = [*found[0].inputs, other]
-                    new = dataclasses.replace(found[0], inputs=inputs, outputs=node.outputs)
-                    new.adds = False
-                    node.outputs[0].node = self.nodes[i] = new
-                    break
-        self.nodes = [n for n in self.nodes if n not in gone]
-
     def zeros(self, shape: Sequence[int], dtype: Any, context: Context) -> Value:
         """One array for all zeros of a shape: those of a relu, of its gradient, of a scatter."""
         aval = jax.ShapeDtypeStruct(shape, dtype)
         return self.one("broadcast_in_dim", [], context, aval, "zeros")
-
-    def _copy_shared_zeros(self) -> None:
-        """A scatter writes over its zeros: over a copy of them, if something else reads them."""
-        readers = collections.Counter(v for n in self.nodes for v in n.inputs)
-        nodes = []
-        for node in self.nodes:
-            if node.op == "scatter into zeros" and readers[zeros := node.inputs[0]] > 1:
-                copy = Node("copy", [zeros], node.context, {})
-                node.inputs[0] = copy.output(zeros.shape, zeros.dtype)
-                nodes.append(copy)
-            nodes.append(node)
-        self.nodes = nodes
-
-    def _choose_with_pools(self) -> None:
-        """A pool, and which position of each window it chose, are found in one kernel.
-
-        The choice is made of the windows' positions, each a slice of the pool's operand. The pool's
-        gradient reads it, so this is also when: in the forward pass, after which the operand need
-        not be held.
-        """
-        pools = [n for n in self.nodes if n.op in ("reduce_window_max", "reduce_window_min")]
-        readers: dict[Value, list[Node]] = collections.defaultdict(list)
-        for node in self.nodes if pools else ():
-            for value in dict.fromkeys(node.inputs):
-                readers[value].append(node)
-        outputs, gone = set(self.outputs), set()
-        for pool in pools:
-            found = self._from_windows(pool, readers, gone)
-
-            def leaves(node: Node) -> bool:
-                value = node.outputs[0]
-                return value in outputs or not all(r in found for r in readers[value])
-
-            # What is made of one choice is part of its readers.
-            while single := [n for n in found if leaves(n) and _operands_in(n, found) < 2]:
-                for node in single:
-                    del found[node]
-            chosen = [n for n in found if leaves(n)]
-            if chosen:
-                pool.fusible = False
-                for node in chosen:
-                    pool.outputs += node.outputs
-                    node.outputs[0].node = pool
-                gone.update(found)
-        self.nodes = [n for n in self.nodes if n not in gone]
-
-    def _from_windows(self, pool: Node, readers, gone: Collection[Node]) -> dict[Node, None]:
-        """Operations whose operands are positions of the pool's windows, or made of such only."""
-        operand, shape = pool.inputs[0], pool.outputs[0].shape
-        sources = [operand, *(n.outputs[0] for n in readers[operand] if n.op == "pad")]
-        slices = [n for source in sources for n in readers[source] if n.op == "slice"]
-        found = dict.fromkeys(n for n in slices if n.outputs[0].shape == shape and n not in gone)
-        for node in self.nodes if found else ():
-            inputs = [v for v in node.inputs if not v.literal and not (v.node and v.node.constant)]
-            made_of = node.fusible and inputs and all(v.node in found for v in inputs)
-            if made_of and node.outputs[0].shape == shape:
-                found[node] = None
-        return found
-
-    def _keep_library_order(self) -> None:
-        """What is made of a kernel's gradient has its order, not the one that the kernel came in.
-
-        So an optimiser reads the copy of the kernel that the forward pass made.
-        """
-        copies: dict[Value, Value] = {}
-        for node in self.nodes:
-            result = node.outputs[0]
-            if node.for_layout:
-                copies.setdefault(node.inputs[0], result)
-            elif node.op == "conv_general_dilated":
-                result.in_library_order = not is_in_order(result, _library_order(node))
-            elif node.fusible and node.op not in MOVES:
-                like = (v for v in node.inputs if v.shape == result.shape)
-                if any(v.in_library_order for v in like):
-                    result.in_library_order = True
-                    node.inputs = [copies.get(v, v) for v in node.inputs]
 
     def in_order(self, value: Value, order: Sequence[int], context: Context) -> Value:
         """The array with its dimensions in this order: a copy, on the CPU, unless it is so."""
@@ -415,29 +287,6 @@ class Program:
         copy = self.one("transpose", [value], context, aval, tuple(order))
         copy.node.for_layout, copy.name = True, value.name
         return copy
-
-
-def _library_order(convolution: Node) -> tuple[int, ...]:
-    """Batch first and features last, but for gradients of kernels: outputs first, inputs last.
-
-    With one cotangent per image, such a gradient is a convolution like others.
-    """
-    numbers, cotangent = convolution.params["dimension_numbers"], convolution.inputs[1]
-    batch, features, *spatial = numbers.out_spec
-    of_kernel = numbers.lhs_spec[0] != 0
-    if of_kernel and any(cotangent.shape[d] != 1 for d in numbers.rhs_spec[2:]):
-        return features, *spatial, batch
-    return batch, *spatial, features
-
-
-def _operands_in(node: Node, nodes: Collection[Node]) -> int:
-    return sum(v.node in nodes for v in dict.fromkeys(node.inputs))
-
-
-def _is_spread(value: Value, result: Value) -> bool:
-    """Whether it has fewer numbers than what is made of it, as a bias has."""
-    made = value.node is not None and value.node.op == "broadcast_in_dim"
-    return value.literal or made or math.prod(value.shape) < math.prod(result.shape)
 
 
 def _is_zero(number: Any) -> bool:
