@@ -1,44 +1,148 @@
 """Functions with derivative rules of their own: `custom_jvp` and `custom_vjp`.
 
-Both the function and its derivative rule are traced at full size, made into graphs, and evaluated
-on the tile like any other equations; the tile's version is again a `custom_jvp` or `custom_vjp`. So
-ReLU keeps its gradient at 0, and a surrogate gradient stays one.
+The function and its rule are traced at full size, made into graphs, and evaluated on the tile like
+any other equations; the tile's version is again a `custom_jvp` or `custom_vjp`. So ReLU keeps its
+gradient at 0, and a surrogate gradient stays one.
 
-A `custom_vjp` sees only the cotangent that reaches it from this tile. That is enough if it works
-position by position and is linear in the cotangent. If it is not linear (it clips the gradient,
-say) its output is stored, so that it sees the whole cotangent.
+A `custom_vjp` is harder. Its backward rule is any Python function, and in a tile it sees only this
+tile's share of the cotangent. That is enough if the rule works position by position and is linear
+in the cotangent; both are *proved* from what it was traced to (`_unproved`). Rules without a proof
+(they clip the gradient, add noise or a regulariser's, normalise it, round it) are right all the
+same: such a function runs once, on whole arrays, as in plain JAX, and its operands are stored.
+
+A rule may call functions with rules again, often its own (`exp`'s does). Those rules matter to
+second derivatives only, so they are traced when JAX asks for them; what they need must then be in
+the windows that the tile has, and what is not proved is refused.
+
+Known inefficiency: a graph that holds no derivative, an evaluation say, stores what runs whole too.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._derivative import derivative_rule
-from ._errors import Mixes
+from ._errors import Mixes, TilingError, user_line
 from ._geometry import Window, hull
-from ._graph import ALL_CALLS, build
+from ._graph import build_inside
+from ._guard import guarded
+from ._inline import any_call
+from ._linear import is_linear
 from ._rules import Axes, Equation, Need, Rule, Step, Windows, register
-from ._tile import Cut, Table, TilePlan, lookup, plan
+from ._tile import Cut, Table, lookup, plan
+from ._trace import inside
 from ._values import Graph, Value
 
+_SUMS = ("reduce_sum", "dot_general")
+"""How a backward rule may add up positions to make the cotangent of an untiled operand."""
 
-def _inexact(avals) -> list[int]:
-    return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+class ClosureError(TilingError):
+    """A rule closes over a traced array: it can be run neither in tiles nor whole."""
 
 
-def _shapes(avals):
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+class _Call(Rule):
+    is_call = True
+
+    def axes(self, eqn: Equation) -> tuple[list[Axes], list[Axes]]:
+        in_axes = _in_axes(eqn)
+        return in_axes, [v.axes for v in _body(eqn, in_axes).outputs]
+
+
+@register("custom_jvp_call")
+class CustomJvp(_Call):
+    def runs_whole(self, eqn: Equation) -> str | None:
+        try:
+            graphs = [_body(eqn, eqn.in_axes), _tangents(eqn)]
+        except ClosureError:
+            raise
+        except (Mixes, TilingError) as error:
+            return f"its derivative rule cannot be tiled: {error}"
+        if any(_mixes(graph) for graph in graphs):
+            return "the function, or its derivative rule, reduces over a tiled axis"
+        return None
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        windows = _all_windows(eqn, windows)
+        diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
+        rule_windows = [windows[i] for i in diff_out]
+        tile = _Tile(eqn, windows)
+        body = _body(eqn, eqn.in_axes)
+        needs = [tile.needs(body, windows)]
+        if not eqn.inside:
+            needs.append(tile.needs(_tangents(eqn), rule_windows))
+        held = _held(eqn, tile, needs)
+        run_body = tile.evaluator(body, held, windows)
+        tangents = functools.cache(lambda: _tangent_evaluator(eqn, tile, held, rule_windows))
+        tile.settle(None if eqn.inside else tangents)
+        finish = guarded if eqn.inside else tuple
+
+        def evaluate(scalars, *operands):
+            @jax.custom_jvp
+            def call(*operands):
+                return finish(tuple(run_body(scalars, operands)))
+
+            @call.defjvp
+            def call_jvp(primals, dots):
+                with derivative_rule():
+                    dots = tangents()(scalars, [*primals, *(dots[i] for i in diff_in)])
+                out = call(*primals)
+                no_tangent = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
+                return out, tuple(_replace(no_tangent, diff_out, dots))
+
+            return call(*operands)
+
+        return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=windows)
+
+
+@register("custom_vjp_call", "call_hi_primitive")
+class CustomVjp(_Call):
+    changes_value = True
+
+    def runs_whole(self, eqn: Equation) -> str | None:
+        return _unproved(eqn)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        by_axis = _window_per_axis(eqn, windows)
+        windows = [_along(axes, by_axis) for axes in eqn.out_axes]
+        held = [_along(axes, by_axis) for axes in eqn.in_axes]
+        tile = _Tile(eqn, [*held, *windows])
+        run_body = tile.evaluator(_body(eqn, eqn.in_axes), held, windows)
+        rules = functools.cache(lambda: _rule_evaluators(eqn, tile, held, windows))
+        tile.settle(None if eqn.inside else rules)
+        finish = guarded if eqn.inside else tuple
+        diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
+
+        def evaluate(scalars, *operands):
+            @jax.custom_vjp
+            def call(scalars, *operands):
+                return finish(tuple(run_body(scalars, operands)))
+
+            def forward(scalars, *operands):
+                run_forward, _ = rules()
+                return tuple(run_forward(scalars, operands)), (scalars, operands)
+
+            def backward(residuals, cotangents):
+                scalars, operands = residuals
+                _, run_backward = rules()
+                found = run_backward(scalars, [*operands, *(cotangents[i] for i in diff_out)])
+                return [None for _ in scalars], *_replace([None] * len(operands), diff_in, found)
+
+            call.defvjp(forward, backward)
+            return call(list(scalars), *operands)
+
+        return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=windows)
 
 
 def _body(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
-    closed = eqn.params["call_jaxpr"]
-    return build(closed.jaxpr, closed.consts, in_axes)
+    """The function itself."""
+    return build_inside(any_call(eqn), in_axes)
 
 
 def _in_axes(eqn: Equation) -> list[Axes]:
@@ -52,194 +156,250 @@ def _in_axes(eqn: Equation) -> list[Axes]:
     return axes
 
 
-def _derivative(eqn: Equation, fun, extra_avals, extra_axes) -> Graph:
-    closed = jax.make_jaxpr(fun)(_shapes(eqn.in_avals), _shapes(extra_avals))
-    # A rule often calls its own function (ReLU's does). Inside a rule such calls are inlined: it is
-    # not differentiated again.
-    return build(closed.jaxpr, closed.consts, [*eqn.in_axes, *extra_axes], look_through=ALL_CALLS)
+def _mixes(graph: Graph) -> bool:
+    """Does it reduce over a tiled axis, or drop one that has a single position?"""
+    return any(
+        n.reduction is not None or (not n.tiled and any(v.tiled for v in n.inputs))
+        for n in graph.nodes
+    )
 
 
-class _Call(Rule):
-    def axes(self, eqn: Equation):
-        in_axes = _in_axes(eqn)
-        graph = _body(eqn, in_axes)
-        if any(node.reduction is not None for node in graph.nodes):
-            raise Mixes(
-                f"a function with a derivative rule of its own (`{eqn.primitive.name}`) reduces "
-                "over a tiled axis"
-            )
-        if any(not n.tiled and any(v.tiled for v in n.inputs) for n in graph.nodes):
-            raise Mixes(f"inside a `{eqn.primitive.name}`, a tiled dimension of size 1 is dropped")
-        return in_axes, [v.axes for v in graph.outputs]
+def _differentiable(eqn: Equation, primals: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
+    """The equation as a function of its float operands that returns its float results."""
+    diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
+
+    def function(*diff: jax.Array) -> list[jax.Array]:
+        out = eqn.bind(*_replace(primals, diff_in, diff))
+        return [out[i] for i in diff_out]
+
+    return function
 
 
-def _grid(windows: Sequence[Windows | None]) -> dict[int, int]:
-    return {w.axis: len(w.starts) for ws in windows if ws for w in ws.values()}
+def _pick(eqn: Equation, primals: Sequence[jax.Array]) -> list[jax.Array]:
+    return [primals[i] for i in _inexact(eqn.in_avals)]
 
 
-def _wanted(outputs: Sequence[Value], windows: Sequence[Windows | None]) -> dict[Value, Windows]:
-    """What is wanted of a graph's outputs; one value may be several outputs."""
-    wanted: dict[Value, list[Windows]] = {}
-    for value, window in zip(outputs, windows, strict=True):
-        if window is not None or not value.tiled:
-            wanted.setdefault(value, []).append(window or {})
-    return {
-        v: {d: hull([w[d] for w in ws], v.aval.shape[d]) for d in ws[0]} for v, ws in wanted.items()
-    }
+def _tangents(eqn: Equation) -> Graph:
+    """The tangents of a `custom_jvp`'s float results, from operands and their tangents."""
+
+    def jvp(primals, tangents):
+        return jax.jvp(_differentiable(eqn, primals), _pick(eqn, primals), tangents)[1]
+
+    diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
+    shapes = _shapes(eqn.in_avals)
+    closed = _traced(eqn, jvp, shapes, _pick(eqn, shapes))
+    in_axes = [*eqn.in_axes, *(eqn.in_axes[i] for i in diff_in)]
+    return build_inside(closed, in_axes, [eqn.out_axes[i] for i in diff_out])
 
 
-def _evaluator(
-    graph: Graph,
-    tile: TilePlan,
-    table: Table,
-    held: Sequence[Windows],
-    windows: Sequence[Windows | None],
-):
-    """A function of arrays on the windows `held` that returns the graph's outputs on `windows`."""
-    reads = [
-        _cut(table, have, tile.windows[v]) if v.tiled and v in tile.windows else None
-        for v, have in zip(graph.inputs, held, strict=True)
-    ]
-    crops = [
-        _cut(table, tile.windows[v], w) if v.tiled and w is not None else None
-        for v, w in zip(graph.outputs, windows, strict=True)
-    ]
+def _differentiated(eqn: Equation) -> Graph:
+    """All results of a `custom_vjp`, as they are when it is differentiated: what `fwd` returns."""
 
-    def evaluate(scalars, operands):
-        env = {
-            v: x if cut is None else cut(x, scalars)
-            for v, x, cut in zip(graph.inputs, operands, reads, strict=True)
-            if not v.tiled or v in tile.windows
-        }
-        tile.evaluate(env, scalars)
-        return [
-            lookup(env, v) if cut is None else cut(lookup(env, v), scalars)
-            for v, cut in zip(graph.outputs, crops, strict=True)
-        ]
+    def forward(primals):
+        def function(*diff):
+            return eqn.bind(*_replace(primals, _inexact(eqn.in_avals), diff))
 
-    return evaluate
+        return jax.vjp(function, *_pick(eqn, primals))[0]
+
+    closed = _traced(eqn, forward, _shapes(eqn.in_avals))
+    return build_inside(closed, eqn.in_axes, eqn.out_axes)
 
 
-def _cut(table: Table, held: Windows, wanted: Windows) -> Cut | None:
-    """A dimension of size 1 may carry an axis on one side only; there is nothing to cut there."""
-    both = held.keys() & wanted.keys()
-    return Cut.of(table, held, {d: wanted[d] for d in sorted(both)}, 0)
+def _pullback(eqn: Equation) -> Callable[[Any, Any], tuple[jax.Array, ...]]:
+    """From operands and the cotangents of float results to those of float operands."""
+
+    def pullback(primals, cotangents):
+        pull = jax.vjp(_differentiable(eqn, primals), *_pick(eqn, primals))[1]
+        return pull(list(cotangents))
+
+    return pullback
 
 
-@register("custom_jvp_call")
-class CustomJvp(_Call):
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        windows = _all_windows(eqn, windows)
-        diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
+def _cotangents(eqn: Equation) -> Graph:
+    """The graph of a `custom_vjp`'s pullback."""
+    diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
+    shapes = _shapes(eqn.in_avals), _shapes([eqn.out_avals[i] for i in diff_out])
+    closed = _traced(eqn, _pullback(eqn), *shapes)
+    in_axes = [*eqn.in_axes, *(eqn.out_axes[i] for i in diff_out)]
+    return build_inside(closed, in_axes, [eqn.in_axes[i] for i in diff_in])
 
-        def jvp(primals, tangents):
-            def partial(*diff):
-                return eqn.bind(*_replace(primals, diff_in, diff))
 
-            _, dots = jax.jvp(partial, [primals[i] for i in diff_in], tangents)
-            return [dots[i] for i in diff_out]
+def _unproved(eqn: Equation) -> str | None:
+    """Why a `custom_vjp` may not run on tiles; None: it is proved that it may.
 
-        body = _body(eqn, eqn.in_axes)
-        rule = _derivative(
-            eqn, jvp, [eqn.in_avals[i] for i in diff_in], [eqn.in_axes[i] for i in diff_in]
+    It works position by position, forwards and backwards, and its pullback is linear in the
+    cotangent. The pullback may add up positions to make the cotangent of an untiled operand.
+    """
+    try:
+        body, forward, backward = (
+            _body(eqn, eqn.in_axes),
+            _differentiated(eqn),
+            _cotangents(eqn),
         )
-        _forbid_reductions(rule)
-        table, grid = Table(), _grid(windows)
-        rule_windows = [windows[i] for i in diff_out]
-        plans = [
-            plan(body.nodes, _wanted(body.outputs, windows), grid, table),
-            plan(rule.nodes, _wanted(rule.outputs, rule_windows), grid, table),
-        ]
-        held = [_held(value, i, diff_in, body, rule, plans) for i, value in enumerate(body.inputs)]
-        run_body = _evaluator(body, plans[0], table, held, windows)
-        run_rule = _evaluator(
-            rule, plans[1], table, [*held, *(held[i] for i in diff_in)], rule_windows
-        )
-
-        def evaluate(scalars, *operands):
-            @jax.custom_jvp
-            def call(*operands):
-                return tuple(run_body(scalars, operands))
-
-            @call.defjvp
-            def call_jvp(primals, tangents):
-                with derivative_rule():
-                    dots = run_rule(scalars, [*primals, *(tangents[i] for i in diff_in)])
-                out = call(*primals)
-                no_tangent = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
-                return out, tuple(_replace(no_tangent, diff_out, dots))
-
-            return call(*operands)
-
-        return Step(
-            [Need(h) for h in held], evaluate, positions=_positions(table), produced=windows
-        )
+        if _mixes(body) or _mixes(forward):
+            return "it reduces over a tiled axis"
+        if not _sums_last(backward):
+            return "its backward rule uses a reduction over a tiled axis"
+        by_axis = {a: Window(a, np.arange(n, dtype=np.int64), 1) for a, n in _lengths(eqn).items()}
+        tile = _Tile(eqn, [_along(a, by_axis) for a in (*eqn.in_axes, *eqn.out_axes)])
+        for graph in (body, forward, backward):
+            tile.check_pointwise(graph)
+    except ClosureError:
+        raise
+    except (Mixes, TilingError) as error:
+        return str(error)
+    cotangents = _shapes([eqn.out_avals[i] for i in _inexact(eqn.out_avals)])
+    if not is_linear(_pullback(eqn), _shapes(eqn.in_avals), cotangents):
+        return "its backward rule is not linear in the cotangent, or rounds it"
+    return None
 
 
-@register("custom_vjp_call")
-class CustomVjp(_Call):
-    def axes(self, eqn: Equation):
-        in_axes, out_axes = super().axes(eqn)
-        _backward(dataclasses.replace(eqn, in_axes=tuple(in_axes), out_axes=tuple(out_axes)))
-        return in_axes, out_axes
+def _sums_last(graph: Graph) -> bool:
+    """Are sums the only reductions over tiled axes, and is what they lead to never tiled again?"""
+    summed: set[Value] = set()
+    for node in graph.nodes:
+        after = any(v.array in summed for v in node.inputs)
+        if node.reduction is not None and (node.equation.primitive.name not in _SUMS or after):
+            return False
+        if node.reduction is None and node.tiled and after:
+            return False
+        if node.reduction is None and not node.tiled and any(v.tiled for v in node.inputs):
+            return False
+        if node.reduction is not None or after:
+            summed.update(node.outputs)
+    return True
 
-    def whole_cotangent(self, eqn: Equation) -> bool:
-        return not _linear(eqn)
 
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
-        body, back = _body(eqn, eqn.in_axes), _backward(eqn)
-        by_axis = _window_per_axis(eqn, windows)
-        windows = [
-            {d: by_axis[a] for d, a in enumerate(axes) if a is not None} for axes in eqn.out_axes
-        ]
-        held = [
-            {d: by_axis[a] for d, a in enumerate(axes) if a is not None} for axes in eqn.in_axes
-        ]
-        table, grid = Table(), _grid(windows)
-        body_plan = plan(body.nodes, _wanted(body.outputs, windows), grid, table)
-        wanted = _wanted(back.outputs, [held[i] for i in diff_in])
-        for node in back.nodes:
-            if node.reduction is not None:
-                value = node.inputs[0]
-                wanted[value] = {d: by_axis[a] for d, a in enumerate(value.axes) if a is not None}
-        back_plan = plan(back.nodes, wanted, grid, table)
-        for tile in (body_plan, back_plan):
-            for value, found in tile.windows.items():
-                if not all(w.same(by_axis[w.axis]) for w in found.values()):
-                    raise _not_pointwise(value.aval)
-        run_body = _evaluator(body, body_plan, table, held, windows)
-        run_back = _evaluator(
-            back,
-            back_plan,
-            table,
+def _tangent_evaluator(eqn: Equation, tile: _Tile, held, windows):
+    """The tangents of a `custom_jvp` on the windows that the tile holds."""
+    graph, diff_in = _tangents(eqn), _inexact(eqn.in_avals)
+    if _mixes(graph):
+        raise _refusal(eqn, "its derivative rule reduces over a tiled axis")
+    return tile.evaluator(graph, [*held, *(held[i] for i in diff_in)], windows)
+
+
+def _rule_evaluators(eqn: Equation, tile: _Tile, held, windows):
+    """A `custom_vjp`'s forward and backward rule on the windows that the tile holds."""
+    if eqn.inside and (reason := _unproved(eqn)) is not None:
+        raise _refusal(eqn, reason)
+    diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
+    return (
+        tile.evaluator(_differentiated(eqn), held, windows),
+        tile.evaluator(
+            _cotangents(eqn),
             [*held, *(windows[i] for i in diff_out)],
             [held[i] for i in diff_in],
-        )
-
-        def evaluate(scalars, *operands):
-            @jax.custom_vjp
-            def call(scalars, *operands):
-                return tuple(run_body(scalars, operands))
-
-            def forward(scalars, *operands):
-                return call(scalars, *operands), (scalars, operands)
-
-            def backward(residuals, cotangents):
-                scalars, operands = residuals
-                found = run_back(scalars, [*operands, *(cotangents[i] for i in diff_out)])
-                return [None for _ in scalars], *_replace([None] * len(operands), diff_in, found)
-
-            call.defvjp(forward, backward)
-            return call(list(scalars), *operands)
-
-        return Step(
-            [Need(h) for h in held], evaluate, positions=_positions(table), produced=windows
-        )
+        ),
+    )
 
 
-def _window_per_axis(eqn: Equation, windows: Sequence[Windows | None]) -> dict[int, Window]:
-    """One window per axis for all operands and outputs of a function of single positions."""
+def _refusal(eqn: Equation, reason: str) -> TilingError:
+    return TilingError(
+        f"cannot differentiate, in tiles, the derivative rule that calls `{eqn.primitive.name}` at "
+        f"{user_line(*eqn.source_infos)}: {reason}. What to do: apply it outside "
+        "`jaxtile.checkpoint` if second derivatives are needed"
+    )
+
+
+class _Tile:
+    """The windows of one tile of an equation, and evaluators of graphs on them.
+
+    An evaluator is a function of the positions of this tile and of arrays on the windows `held`; it
+    returns the graph's outputs on the windows asked for.
+    """
+
+    def __init__(self, eqn: Equation, windows: Sequence[Windows]):
+        self.eqn, self.table, self._settled = eqn, Table(), False
+        self.by_axis = {w.axis: w for ws in windows for w in ws.values()}
+        self.grid = {axis: len(w.starts) for axis, w in self.by_axis.items()}
+        for window in [w for ws in windows for w in ws.values()]:
+            self.table.add(window.axis, window.starts)
+
+    @property
+    def positions(self) -> list[Window]:
+        return [Window(axis, values, 1) for axis, values in self.table.columns]
+
+    def settle(self, rule: Callable[[], Any] | None) -> None:
+        """Prepare the derivative rule, if it is given; after that there are no new positions."""
+        if rule is not None:
+            rule()
+        self._settled = True
+
+    def needs(self, graph: Graph, windows: Sequence[Windows | None]) -> list[Windows]:
+        """What a graph needs of each of its inputs."""
+        found = self._plan(graph, windows).windows
+        return [found.get(v, {}) for v in graph.inputs]
+
+    def _plan(self, graph: Graph, windows: Sequence[Windows | None]):
+        wanted: dict[Value, list[Windows]] = {}
+        for value, window in zip(graph.outputs, windows, strict=True):
+            if window is not None or not value.tiled:
+                wanted.setdefault(value, []).append(window or {})
+        for node in graph.nodes:
+            if node.reduction is not None:
+                for value in node.inputs:
+                    wanted.setdefault(value, []).append(_along(value.axes, self.by_axis))
+        hulls = {
+            v: {d: hull([w[d] for w in ws], v.aval.shape[d]) for d in ws[0]}
+            for v, ws in wanted.items()
+        }
+        return plan(graph.nodes, hulls, self.grid, self.table, whole_inside=True)
+
+    def check_pointwise(self, graph: Graph) -> None:
+        """Raise `Mixes` if a value is needed anywhere but at the position that is computed."""
+        windows = [_along(v.axes, self.by_axis) for v in graph.outputs]
+        for found in self._plan(graph, windows).windows.values():
+            if not all(w.same(self.by_axis[w.axis]) for w in found.values()):
+                raise Mixes("it, or its backward rule, reads neighbouring positions")
+
+    def evaluator(
+        self, graph: Graph, held: Sequence[Windows], windows: Sequence[Windows | None]
+    ) -> Callable[..., list[jax.Array]]:
+        known = len(self.table.columns)
+        tile = self._plan(graph, windows)
+        reads = [
+            self._cut(have, tile.windows[v]) if v.tiled and v in tile.windows else None
+            for v, have in zip(graph.inputs, held, strict=True)
+        ]
+        crops = [
+            self._cut(tile.windows[v], w) if v.tiled and w is not None else None
+            for v, w in zip(graph.outputs, windows, strict=True)
+        ]
+        if self._settled:
+            if len(self.table.columns) > known:
+                raise _refusal(self.eqn, "it needs other positions than the tile has")
+            for value, have in zip(graph.inputs, held, strict=True):
+                _check_within(self.eqn, tile.windows.get(value, {}), have)
+
+        def evaluate(scalars, operands):
+            env = {
+                v: x if cut is None else cut(x, scalars)
+                for v, x, cut in zip(graph.inputs, operands, reads, strict=True)
+                if not v.tiled or v in tile.windows
+            }
+            tile.evaluate(env, scalars)
+            return [
+                jnp.asarray(lookup(env, v) if cut is None else cut(lookup(env, v), scalars))
+                for v, cut in zip(graph.outputs, crops, strict=True)
+            ]
+
+        return evaluate
+
+    def _cut(self, held: Windows, wanted: Windows) -> Cut | None:
+        """A dimension of size 1 may carry an axis on one side only; there is nothing to cut."""
+        both = held.keys() & wanted.keys()
+        return Cut.of(self.table, held, {d: wanted[d] for d in sorted(both)}, 0)
+
+
+def _check_within(eqn: Equation, wanted: Windows, held: Windows) -> None:
+    for d, want in wanted.items():
+        have = held.get(d, want)
+        if (want.starts < have.starts).any() or (want.stops > have.stops).any():
+            raise _refusal(eqn, "it reads positions around those that the tile has")
+
+
+def _lengths(eqn: Equation) -> dict[int, int]:
+    """Positions along each tiled axis, of a function that works position by position."""
     lengths: dict[int, set[int]] = {}
     for aval, axes in zip(
         (*eqn.in_avals, *eqn.out_avals), (*eqn.in_axes, *eqn.out_axes), strict=True
@@ -248,14 +408,89 @@ def _window_per_axis(eqn: Equation, windows: Sequence[Windows | None]) -> dict[i
             if a is not None:
                 lengths.setdefault(a, set()).add(n)
     if any(len(found) > 1 for found in lengths.values()):
-        raise _not_pointwise(eqn.in_avals[0])
+        raise Mixes("its results have other sizes than its operands")
+    return {a: found.pop() for a, found in lengths.items()}
+
+
+def _window_per_axis(eqn: Equation, windows: Sequence[Windows | None]) -> dict[int, Window]:
+    """One window per axis for all operands and outputs of a function of single positions."""
+    lengths = _lengths(eqn)
     wanted: dict[int, list[Window]] = {}
-    for window in (w for ws in windows if ws for w in ws.values()):
-        wanted.setdefault(window.axis, []).append(window)
-    whole = {
-        a: Window(a, np.zeros(1, np.int64), min(n)) for a, n in lengths.items() if a not in wanted
+    for window in windows:
+        for w in (window or {}).values():
+            wanted.setdefault(w.axis, []).append(w)
+    return {
+        a: hull(wanted[a], n) if a in wanted else Window(a, np.zeros(1, np.int64), n)
+        for a, n in lengths.items()
     }
-    return whole | {a: hull(found, min(lengths[a])) for a, found in wanted.items()}
+
+
+def _along(axes: Axes, by_axis: dict[int, Window]) -> Windows:
+    return {d: by_axis[a] for d, a in enumerate(axes) if a is not None}
+
+
+def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windows]:
+    """Windows for all outputs; those that nobody wants follow the others."""
+    by_axis = {w.axis: w for ws in windows if ws for w in ws.values()}
+    return [
+        _following(aval, axes, by_axis) if window is None else window
+        for aval, axes, window in zip(eqn.out_avals, eqn.out_axes, windows, strict=True)
+    ]
+
+
+def _following(aval: Any, axes: Axes, by_axis: dict[int, Window]) -> Windows:
+    """Windows of an array at the positions of others, along each axis where there are such."""
+    return {
+        d: hull([by_axis[a]], aval.shape[d])
+        if a in by_axis
+        else Window(a, np.zeros(1, np.int64), aval.shape[d])
+        for d, a in enumerate(axes)
+        if a is not None
+    }
+
+
+def _held(eqn: Equation, tile: _Tile, needs: Sequence[Sequence[Windows]]) -> list[Windows]:
+    """What each operand must hold for all graphs; its tangent is held on the same windows.
+
+    An operand that none of them reads follows the tile: a rule inside a rule may read it.
+    """
+    found: list[list[Windows]] = [[] for _ in eqn.in_avals]
+    for of_graph in needs:
+        operands = (*range(len(found)), *_inexact(eqn.in_avals))
+        for i, windows in zip(operands, of_graph, strict=False):
+            found[i] += [windows] if windows else []
+    return [
+        {d: hull([w[d] for w in ws], aval.shape[d]) for d in ws[0]}
+        if ws
+        else _following(aval, axes, tile.by_axis)
+        for ws, aval, axes in zip(found, eqn.in_avals, eqn.in_axes, strict=True)
+    ]
+
+
+def _traced(eqn: Equation, rule: Callable[..., Any], *shapes: Any) -> Any:
+    with inside(True):
+        closed = jax.make_jaxpr(rule)(*shapes)
+    if any(isinstance(c, jax.core.Tracer) and _is_gone(c) for c in closed.consts):
+        raise ClosureError(
+            f"the derivative rule of the `{eqn.primitive.name}` function at "
+            f"{user_line(*eqn.source_infos)} closes over an array that was made inside the tiled "
+            "function, which is gone when the rule is traced (as under `jax.checkpoint`). What to "
+            "do: make that array outside, or pass it to the function as an operand"
+        )
+    return closed
+
+
+def _is_gone(tracer: jax.core.Tracer) -> bool:
+    """Does it belong to a trace that has ended?"""
+    return not tracer._trace.is_valid()
+
+
+def _inexact(avals) -> list[int]:
+    return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+
+def _shapes(avals):
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
 def _replace(items, indices, values) -> list:
@@ -263,111 +498,3 @@ def _replace(items, indices, values) -> list:
     for i, value in zip(indices, values, strict=True):
         items[i] = value
     return items
-
-
-def _positions(table: Table) -> list[Window]:
-    return [Window(axis, values, 1) for axis, values in table.columns]
-
-
-def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windows]:
-    """Windows for all outputs.
-
-    Those that nobody wants follow the others along each axis where they can.
-    """
-    by_axis = {w.axis: w for ws in windows if ws for w in ws.values()}
-    out = []
-    for aval, axes, window in zip(eqn.out_avals, eqn.out_axes, windows, strict=True):
-        if window is None:
-            window = {
-                d: hull([by_axis[a]], aval.shape[d])
-                if a in by_axis
-                else Window(a, np.zeros(1, np.int64), aval.shape[d])
-                for d, a in enumerate(axes)
-                if a is not None
-            }
-        out.append(window)
-    return out
-
-
-def _held(
-    value: Value, i: int, diff_in: list[int], body: Graph, rule: Graph, plans: list[TilePlan]
-) -> Windows:
-    """What an operand must hold for the function, its derivative rule and the tangent."""
-    readers = [(plans[0], body.inputs[i]), (plans[1], rule.inputs[i])]
-    if i in diff_in:
-        readers.append((plans[1], rule.inputs[len(body.inputs) + diff_in.index(i)]))
-    found = [p.windows[v] for p, v in readers if v in p.windows]
-    return (
-        {d: hull([f[d] for f in found], value.aval.shape[d]) for d in found[0]}
-        if value.tiled and found
-        else {}
-    )
-
-
-def _forbid_reductions(graph: Graph) -> None:
-    if any(node.reduction is not None for node in graph.nodes):
-        raise Mixes("a derivative rule reduces over a tiled axis")
-
-
-def _pullback(eqn: Equation):
-    diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
-
-    def pullback(primals, cotangents):
-        def partial(*diff):
-            out = eqn.bind(*_replace(primals, diff_in, diff))
-            return [out[i] for i in diff_out]
-
-        return jax.vjp(partial, *(primals[i] for i in diff_in))[1](list(cotangents))
-
-    return pullback
-
-
-def _backward(eqn: Equation) -> Graph:
-    """The graph of a `custom_vjp`'s pullback.
-
-    It may sum over tiled axes only to make cotangents of untiled operands.
-    """
-    diff_out = _inexact(eqn.out_avals)
-    graph = _derivative(
-        eqn,
-        _pullback(eqn),
-        [eqn.out_avals[i] for i in diff_out],
-        [eqn.out_axes[i] for i in diff_out],
-    )
-    summed: set[Value] = set()
-    for node in graph.nodes:
-        after = any(v.array in summed for v in node.inputs)
-        if node.reduction is not None and (
-            node.equation.primitive.name != "reduce_sum" or after or not _linear(eqn)
-        ):
-            raise Mixes("the backward rule of a `custom_vjp` reduces over a tiled axis")
-        if node.reduction is None and node.tiled and after:
-            raise Mixes(
-                "the backward rule of a `custom_vjp` uses a sum over a tiled axis in every position"
-            )
-        if node.reduction is not None or after:
-            summed.update(node.outputs)
-    return graph
-
-
-def _linear(eqn: Equation) -> bool:
-    """Is the pullback linear in the cotangent, as a derivative is?"""
-    outs = [eqn.out_avals[i] for i in _inexact(eqn.out_avals)]
-    ins = [eqn.in_avals[i] for i in _inexact(eqn.in_avals)]
-
-    def transposed(primals, result):
-        pullback = functools.partial(_pullback(eqn), primals)
-        return jax.linear_transpose(lambda *c: pullback(c), *_shapes(outs))(tuple(result))
-
-    try:
-        jax.make_jaxpr(transposed)(_shapes(eqn.in_avals), _shapes(ins))
-    except Exception:  # JAX has no single error for it: what cannot be transposed is not linear
-        return False
-    return True
-
-
-def _not_pointwise(aval) -> Mixes:
-    return Mixes(
-        f"a `custom_vjp` function reads neighbouring positions (an array of shape {aval.shape})",
-        "write it as a `custom_jvp`, or apply the spatial part outside of it",
-    )

@@ -18,7 +18,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ._graph import ALL_CALLS, build
+from ._graph import build
+from ._inline import any_call
 from ._rules import Equation, find
 from ._rules._elementwise import Elementwise
 from ._values import Node, Value
@@ -108,7 +109,7 @@ def _inner(eqn: Equation, count: Callable[[Node, Mapping[Node, int]], int]) -> i
 
     def body(closed: Any) -> int:
         in_axes = [(None,) * len(v.aval.shape) for v in closed.jaxpr.invars]
-        nodes = build(closed.jaxpr, closed.consts, in_axes, look_through=ALL_CALLS).nodes
+        nodes = build(closed.jaxpr, closed.consts, in_axes, look_through=any_call).nodes
         costs = fused(nodes)
         return sum(count(node, costs) for node in nodes)
 

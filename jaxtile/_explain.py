@@ -14,6 +14,7 @@ import numpy as np
 
 from ._checkpoint import scheduled
 from ._cost import MOVEMENT, flops, fused, whole_flops
+from ._errors import user_line
 from ._geometry import Window, partition
 from ._graph import Policy
 from ._regions import Region, Schedule
@@ -95,6 +96,18 @@ class RegionReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class WholeReport:
+    """A function with a derivative rule that is not proved to be right in tiles."""
+
+    op: str
+    where: str
+    """The user's line."""
+    reason: str
+    bytes: int
+    """Of its results, which are held whole, as its operands are."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """The regions of a schedule and their cost. `print` it."""
 
@@ -103,6 +116,8 @@ class Explanation:
     """Forward operations of the untransformed function."""
     global_flops: int
     """Those of them that run once, outside all regions."""
+    whole: tuple[WholeReport, ...] = ()
+    """What runs once, on whole arrays, although it reads tiled values."""
 
     @property
     def forward_flops(self) -> int:
@@ -127,7 +142,7 @@ class Explanation:
 
     @property
     def stored_bytes(self) -> int:
-        return sum(r.stored_bytes for r in self.regions)
+        return sum(r.stored_bytes for r in self.regions) + sum(w.bytes for w in self.whole)
 
     @property
     def tile_bytes(self) -> int:
@@ -158,6 +173,11 @@ class Explanation:
                     f"{_bytes(sent.backward)} backwards; all together "
                     f"{_bytes(sent.forward_in_all)} and {_bytes(sent.backward_in_all)}"
                 )
+        for w in self.whole:
+            lines.append(
+                f"whole: {w.op} at {w.where} runs once, on whole arrays: {w.reason}\n"
+                f"  stores {_bytes(w.bytes)}, beside its operands"
+            )
         lines.append(
             f"in all: stores {_bytes(self.stored_bytes)}, largest tile {_bytes(self.tile_bytes)}; "
             "a training step does "
@@ -205,7 +225,17 @@ def report(plan: Schedule) -> Explanation:
     outside = [n for n in plan.steps if isinstance(n, Node) and n not in inside]
     global_flops = sum(whole_flops(n, costs) for n in outside)
     plain_flops = global_flops + sum(whole_flops(n, costs) for n in inside)
-    return Explanation(regions, plain_flops, global_flops)
+    whole = tuple(
+        WholeReport(
+            n.equation.primitive.name,
+            user_line(*n.equation.source_infos),
+            n.runs_whole,
+            sum(v.bytes for v in n.outputs),
+        )
+        for n in outside
+        if n.runs_whole is not None
+    )
+    return Explanation(regions, plain_flops, global_flops, whole)
 
 
 def _region(region: Region, costs: dict[Node, int]) -> RegionReport:

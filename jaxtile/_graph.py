@@ -10,7 +10,7 @@ random bits, a cast of those), otherwise computed whole, once, and read by windo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,15 +20,9 @@ from jax.extend.core.primitives import reshape_p
 
 from . import _rules as rules
 from ._errors import Mixes, TilingError, describe, user_line
-from ._rules import Axes, Equation, Reduction, untiled
+from ._inline import plain_call
+from ._rules import Axes, Equation, Reduction, tiled, untiled
 from ._values import Graph, Node, Value, constant
-
-_CALLS = dict.fromkeys(("jit", "pjit", "remat2", "remat", "checkpoint"), "jaxpr") | dict.fromkeys(
-    ("closed_call", "core_call", "call", "core_closed_call"), "call_jaxpr"
-)
-
-ALL_CALLS = _CALLS | dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
-"""With the functions that have derivative rules of their own."""
 
 _IDENTITIES = ("optimization_barrier", "sharding_constraint", "device_put")
 
@@ -43,14 +37,14 @@ def build(
     consts: Sequence[Any],
     in_axes: Sequence[Axes],
     policy: Policy | None = None,
-    look_through: Mapping[str, str] = _CALLS,
+    look_through: Callable[[Any], Any] = plain_call,
     names: Sequence[str] | None = None,
     store_mixed: bool = False,
 ) -> Graph:
     """The graph of a jaxpr whose arguments carry `in_axes`.
 
-    `look_through`: calls to inline, and where their jaxpr is. `store_mixed`: what cannot be tiled
-    is no error; its operands are stored, and it runs once, untiled.
+    `look_through`: the jaxpr that an equation calls, if it is to be inlined. `store_mixed`: what
+    cannot be tiled is no error; its operands are stored, and it runs once, untiled.
     """
     builder = _Builder(policy, look_through, store_mixed)
     names = names or [None] * len(jaxpr.invars)
@@ -64,11 +58,34 @@ def build(
     return Graph(arguments, outputs, builder.nodes)
 
 
+def build_inside(
+    closed: Any, in_axes: Sequence[Axes], out_axes: Sequence[Axes] | None = None
+) -> Graph:
+    """The graph of a jaxpr that is evaluated inside a tile: a function with a derivative rule, or
+    that rule.
+
+    Nothing in it can be stored. Its results carry `out_axes`, if they are given.
+    """
+    builder = _Builder(inside=True)
+    arguments = [Value(v.aval, axes) for v, axes in zip(closed.jaxpr.invars, in_axes, strict=True)]
+    outputs = builder.walk(closed.jaxpr, _known(closed.consts), arguments)
+    if out_axes is not None:
+        outputs = [builder.promote(v, a) for v, a in zip(outputs, out_axes, strict=True)]
+    return Graph(arguments, outputs, builder.nodes)
+
+
 class _Builder:
-    def __init__(self, policy: Policy | None, look_through: Mapping[str, str], store_mixed: bool):
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        look_through: Callable[[Any], Any] = plain_call,
+        store_mixed: bool = False,
+        inside: bool = False,
+    ):
         self.policy = policy
         self.look_through = look_through
         self.store_mixed = store_mixed
+        self.inside = inside
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
         self._promoted: dict[tuple[Value, Axes], Value] = {}
@@ -91,8 +108,8 @@ class _Builder:
 
     def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
         name = eqn.primitive.name
-        if name in self.look_through:
-            inner = eqn.params[self.look_through[name]]
+        inner = self.look_through(eqn)
+        if inner is not None:
             self.calls.append(eqn.source_info)
             outputs = self.walk(
                 getattr(inner, "jaxpr", inner), _known(getattr(inner, "consts", ())), inputs
@@ -112,6 +129,7 @@ class _Builder:
             constant=_constants(inputs),
             source_infos=(eqn.source_info, *self.calls[::-1]),
             effects=eqn.effects,
+            inside=self.inside,
         )
         if not any(v.tiled for v in inputs):
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
@@ -125,7 +143,8 @@ class _Builder:
             if rule is None:
                 raise Mixes(f"there is no tiling rule for primitive `{name}`")
             in_axes, out_axes = rule.axes(equation)
-            inputs = [self.promote(v, axes) for v, axes in zip(inputs, in_axes, strict=True)]
+            given = inputs
+            inputs = [self.promote(v, axes) for v, axes in zip(given, in_axes, strict=True)]
         except Mixes as refusal:
             if self.store_mixed:
                 for value in inputs:
@@ -140,27 +159,49 @@ class _Builder:
             out_axes=tuple(out_axes),
             constant=_constants(inputs),
         )
+        if not self.inside and (reason := rule.runs_whole(equation)) is not None:
+            return self._run_whole(equation, given, reason)
         reduction = rule.reduction(equation)
         outputs = self._add(equation, inputs, out_axes, reduction)
-        whole_cotangent = rule.whole_cotangent(equation)
         decision = self._decision(eqn)
         for value in outputs:
-            value.whole_cotangent = whole_cotangent
-            self._store(value, SAVE if whole_cotangent and decision is RECOMPUTE else decision)
+            self._store(value, decision)
         if reduction is None and not any(v.tiled for v in outputs):
             # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an
             # array that is small.
             for value in inputs:
                 value.array.stored |= not value.available
-        return outputs
+        return [_without_elements(v) if v.tiled and 0 in v.aval.shape else v for v in outputs]
+
+    def _run_whole(self, equation: Equation, inputs: Sequence[Value], reason: str) -> list[Value]:
+        """An equation that runs once, on whole arrays, and whose results are read by window."""
+        for value in inputs:
+            value.array.stored |= not value.available
+        whole = [self._view(v, untiled(v.aval)) if v.tiled else v for v in inputs]
+        untiled_equation = dataclasses.replace(
+            equation, in_axes=tuple(v.axes for v in whole), constant=_constants(whole)
+        )
+        outputs = self._add(
+            untiled_equation, whole, [untiled(a) for a in equation.out_avals], None, reason
+        )
+        return [
+            self._view(v, axes) if tiled(axes) else v
+            for v, axes in zip(outputs, equation.out_axes, strict=True)
+        ]
 
     def _add(
-        self, equation: Equation, inputs, out_axes, reduction: Reduction | None
+        self,
+        equation: Equation,
+        inputs,
+        out_axes,
+        reduction: Reduction | None,
+        runs_whole: str | None = None,
     ) -> tuple[Value, ...]:
         node = Node(
             dataclasses.replace(equation, out_axes=tuple(out_axes)),
             tuple(inputs),
             reduction=reduction,
+            runs_whole=runs_whole,
         )
         name = equation.params.get("name") if equation.primitive.name == "name" else None
         node.outputs = tuple(
@@ -183,8 +224,9 @@ class _Builder:
 
     @staticmethod
     def _store(value: Value, decision: str) -> None:
-        value.stored |= value.tiled and decision is not RECOMPUTE
-        value.offloaded |= value.tiled and decision is OFFLOAD
+        if value.tiled and 0 not in value.aval.shape:
+            value.stored |= decision is not RECOMPUTE
+            value.offloaded |= decision is OFFLOAD
 
     def promote(self, value: Value, axes: Axes) -> Value:
         """The same value, carrying more axes.
@@ -244,15 +286,12 @@ class _Builder:
         """
         if not value.tiled:
             return value
-        if value.array.stored:
+        if value.array.stored or not value.array.tiled:
             return self._view(value, untiled(value.aval))
         node = value.node
         if node is None or node.reduction is not None or len(node.outputs) != 1:
             return None
-        cheap = (
-            node.equation.primitive.name in ALL_CALLS
-            or node.rule.promote(node.equation, value.axes) is not None
-        )
+        cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
         if not cheap:
             return None
         inputs = [self._whole(v) for v in node.inputs]
@@ -335,6 +374,13 @@ def _live(jaxpr: Any) -> list[Any]:
             live.append(eqn)
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
     return live[::-1]
+
+
+def _without_elements(value: Value) -> Value:
+    """An array without elements is a constant: there is nothing to tile, and nothing to store."""
+    return Value(
+        value.aval, untiled(value.aval), known=np.zeros(value.aval.shape, value.aval.dtype)
+    )
 
 
 def _known(consts: Sequence[Any]) -> list[Value]:

@@ -80,10 +80,13 @@ class Loop:
         ]
 
     def forward(self, inputs, globals_, wanted=None) -> tuple[list[Array], tuple]:
-        return self.finished(*self.accumulate(inputs, globals_, jnp.asarray(self.rows)))
+        return self.finished(*self.accumulate(inputs, globals_, jnp.asarray(self.rows), wanted))
 
-    def accumulate(self, inputs, globals_, rows) -> tuple[list[tuple[Array, ...]], list]:
-        """Per target its value, or the state of a reduction; and what each tile remembers."""
+    def accumulate(self, inputs, globals_, rows, wanted) -> tuple[list[tuple[Array, ...]], list]:
+        """Per target its value, or the state of a reduction; and what each tile remembers.
+
+        `wanted`: what is being differentiated, if anything is.
+        """
         targets = self.region.targets
         zeros = zeros_after([*inputs, *globals_])
         carry = [
@@ -93,7 +96,11 @@ class Loop:
 
         def body(carry, row):
             row = list(row)
-            shares = self.shares(self._windows(inputs, row), globals_, row)
+            if wanted is not None and self.region.changes_value:
+                values, _ = self.tile(inputs, globals_, wanted, row)
+            else:
+                values = self._evaluate(self._windows(inputs, row), globals_, row)
+            shares = self._shares(values, row)
             new, remembered = [], []
             for k, (target, share) in enumerate(zip(targets, shares, strict=True)):
                 if target.reduction is None:
@@ -123,7 +130,9 @@ class Loop:
 
     def shares(self, windows, globals_, row) -> list[tuple[Array, ...]]:
         """What one tile gives to each target: its tile, or the state of a reduction of it."""
-        values = self._evaluate(windows, globals_, row)
+        return self._shares(self._evaluate(windows, globals_, row), row)
+
+    def _shares(self, values, row) -> list[tuple[Array, ...]]:
         return [
             tuple(operands)
             if target.reduction is None

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from ._cost import MOVEMENT, fused, whole_flops, whole_macs
-from ._graph import ALL_CALLS, build
+from ._graph import build
+from ._inline import any_call
 from ._rules import untiled
 from ._trace import argument_names, inside
 from ._values import Graph, Node, Value
@@ -128,7 +129,7 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Operations
         closed = jax.make_jaxpr(fun)(*args, **kwargs)
     in_axes = [untiled(v.aval) for v in closed.jaxpr.invars]
     names = argument_names(fun, args, kwargs)
-    graph = build(closed.jaxpr, closed.consts, in_axes, look_through=ALL_CALLS, names=names)
+    graph = build(closed.jaxpr, closed.consts, in_axes, look_through=any_call, names=names)
     return contract(graph)[0]
 
 

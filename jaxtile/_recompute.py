@@ -91,23 +91,16 @@ class Whole:
         self.region = region
 
     def forward(self, inputs, globals_, wanted=None):
+        if wanted is not None and self.region.changes_value:
+            return self._vjp(inputs, globals_, wanted)[0], ()
         return self._evaluate(inputs, globals_), ()
 
     def backward(self, inputs, globals_, kept, cotangents, wanted):
         given = [c for c in cotangents if c is not None]
         inputs, globals_ = after((inputs, globals_), given)
         (want_inputs, want_globals) = wanted
-
-        def evaluate(some_inputs, some_globals):
-            return self._evaluate(
-                fill_in(inputs, want_inputs, some_inputs),
-                fill_in(globals_, want_globals, some_globals),
-            )
-
         with jax.named_scope(RECOMPUTED):
-            results, pull = jax.vjp(
-                evaluate, select(inputs, want_inputs), select(globals_, want_globals)
-            )
+            results, pull = self._vjp(inputs, globals_, wanted)
         of_inputs, of_globals = pull(
             [
                 zero_cotangent(x) if c is None or c.dtype == jax.dtypes.float0 else c
@@ -115,6 +108,17 @@ class Whole:
             ]
         )
         return like(inputs, want_inputs, of_inputs), like(globals_, want_globals, of_globals)
+
+    def _vjp(self, inputs, globals_, wanted):
+        want_inputs, want_globals = wanted
+
+        def evaluate(some_inputs, some_globals):
+            return self._evaluate(
+                fill_in(inputs, want_inputs, some_inputs),
+                fill_in(globals_, want_globals, some_globals),
+            )
+
+        return jax.vjp(evaluate, select(inputs, want_inputs), select(globals_, want_globals))
 
     def _evaluate(self, inputs, globals_) -> list[Array]:
         env = dict(zip(self.region.inputs, inputs, strict=True))

@@ -62,6 +62,11 @@ class Region:
         return sorted({a for v in values for a in v.axes if a is not None})
 
     @property
+    def changes_value(self) -> bool:
+        """May its results differ when it is differentiated?"""
+        return any(n.rule.changes_value for n in self.nodes)
+
+    @property
     def tiles(self) -> int:
         return math.prod(self.split.values())
 

@@ -175,7 +175,7 @@ class _Tiles(Loop):
         return np.repeat(starts, split[value.axes[dim]] // count)
 
     def on_device(self, inputs, globals_, rows, wanted) -> tuple[list[Array], Any]:
-        states, remembered = self.accumulate(inputs, globals_, rows)
+        states, remembered = self.accumulate(inputs, globals_, rows, wanted)
         states = [
             s if t.reduction is None else merged(t.reduction.reduction, s, self._reduced(t))
             for t, s in zip(self.region.targets, states, strict=True)

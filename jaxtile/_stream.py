@@ -28,6 +28,7 @@ from jax.extend.core.primitives import copy_p
 from ._checkpoint import _check_callable
 from ._errors import TilingError, describe, user_line
 from ._graph import build
+from ._inline import any_call
 from ._loop import Loop, at, window
 from ._regions import Region, Schedule, schedule
 from ._rules import Equation
@@ -111,7 +112,13 @@ class _Program:
     def __init__(self, fun, args, kwargs, *, in_axes, tiles: Tiles):
         self.traced = traced = trace(fun, args, kwargs, in_axes)
         try:
-            self.graph = build(traced.jaxpr, traced.consts, traced.in_axes, names=traced.names)
+            self.graph = build(
+                traced.jaxpr,
+                traced.consts,
+                traced.in_axes,
+                look_through=any_call,  # nothing here is differentiated
+                names=traced.names,
+            )
             self.held = _store_nothing(self.graph)
             plan = schedule(self.graph, tiles, traced.rank)
         except TilingError as error:
@@ -203,7 +210,7 @@ def _store_nothing(graph: Graph) -> set[Value]:
     for node in graph.nodes:
         for value in node.outputs:
             value.stored = value in held
-            value.is_output = value.whole_cotangent = False
+            value.is_output = False
     copies: dict[Value, Value] = {}
     for value in graph.outputs:
         if value.array.tiled and not reduced(value.array) and value not in copies:

@@ -20,6 +20,8 @@ from numbers import Integral
 from types import EllipsisType
 from typing import Literal
 
+import numpy as np
+
 from ._errors import TilingError, describe
 from ._mesh import Devices
 from ._rules._elementwise import Elementwise
@@ -181,7 +183,7 @@ class Targets:
             return None
         (value,) = stored
         in_time = all(self.level(v) < self.level(value) for v in others)
-        return value if in_time and not value.whole_cotangent else None
+        return value if in_time else None
 
 
 def _needed(graph: Graph) -> set[Value]:
@@ -270,6 +272,8 @@ def _grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
 
 
 def _checked(grid, rank: int, what: str) -> Grid:
+    if isinstance(grid, np.ndarray):
+        grid = grid.tolist()
     if grid is None or grid == WHOLE:
         return grid
     if not isinstance(grid, Sequence) or isinstance(grid, str):
@@ -308,27 +312,13 @@ def _fitted(target: Target, devices: Devices | None) -> Grid:
                 "or give its region a grid of its own with `tiles={name: grid, ...: grid}`"
             )
         grid[axis] = min(grid[axis], length)
-        if target.reduction is None and value.whole_cotangent and length % grid[axis]:
-            raise TilingError(
-                f"{grid[axis]} tiles along tiled axis {axis} do not divide the {length} rows of "
-                "the output of a `custom_vjp` function whose backward rule is not linear in the "
-                "cotangent: choose a number of tiles that divides them"
-            )
     return tuple(grid)
 
 
 def _fitted_on(devices: Devices, target: Target, dimensions) -> Grid:
-    grid = list(target.grid) if isinstance(target.grid, tuple) else None
+    if not isinstance(target.grid, tuple):
+        return target.grid
+    grid = list(target.grid)
     for value, d, axis in dimensions:
-        length, count = value.aval.shape[d], devices.count(axis)
-        rows = -(-length // count)
-        if grid is not None:
-            grid[axis] = min(grid[axis], rows)
-        tiles = 1 if grid is None else grid[axis]
-        if target.reduction is None and value.whole_cotangent and (length % count or rows % tiles):
-            raise TilingError(
-                f"{tiles} tiles on each of {count} devices along tiled axis {axis} do not divide "
-                f"the {length} rows of the output of a `custom_vjp` function whose backward rule "
-                "is not linear in the cotangent: choose numbers that divide them"
-            )
-    return target.grid if grid is None else tuple(grid)
+        grid[axis] = min(grid[axis], -(-value.aval.shape[d] // devices.count(axis)))
+    return tuple(grid)

@@ -203,11 +203,13 @@ def plan(
     grid: Mapping[int, int],
     table: Table | None = None,
     reduce: Callable[[Node, Windows], Step] | None = None,
+    whole_inside: bool = False,
 ) -> TilePlan:
     """Windows and instructions for the wanted windows.
 
     `nodes` in topological order; what is not needed is left out. Reductions over tiled axes are
-    computed elsewhere, or by the steps that `reduce` gives for them.
+    computed elsewhere, or by the steps that `reduce` gives for them. `whole_inside`: untiled inputs
+    and constants that are read by window are there whole, and not by window.
     """
     demands: dict[Value, list[Windows]] = {value: [windows] for value, windows in wanted.items()}
     windows: dict[Value, Windows] = {}
@@ -242,14 +244,13 @@ def plan(
             demands.setdefault(base, []).append(kept)
         else:
             needed_globals.add(base)
-        node = Node(base.node.equation, (base,), (value,))
+        node = Node(base.node.equation if base.node else None, (base,), (value,))
         step = Step([need], evaluate, positions=list(further.values()))
         backwards.append(Instruction(node, step, [need], [], []))
 
     for node in reversed(nodes):
-        if reduce is not None:
-            for value in [v for v in demands if v.base in node.outputs]:
-                view(value)
+        for value in [v for v in demands if v.base in node.outputs]:
+            view(value)
         if not node.tiled or (node.reduction is not None and reduce is None):
             if any(v in needed_globals or v in wanted for v in node.outputs):
                 backwards.append(node)
@@ -284,6 +285,9 @@ def plan(
             demands.setdefault(value, []).append(need.windows)
             reads.append(need)
         backwards.append(Instruction(node, step, reads, [], []))
+    if whole_inside:
+        for value in [v for v in demands if v.base is not None and v.base.node is None]:
+            view(value)
 
     for item in backwards:
         if isinstance(item, Node):

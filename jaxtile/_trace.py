@@ -144,6 +144,11 @@ def _labels(in_axes, entry, leaf) -> Axes:
                 f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} "
                 "twice"
             )
+        if not aval.shape[dim]:
+            raise TilingError(
+                f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, "
+                "which has no elements"
+            )
         labels[dim] = axis
     return tuple(labels)
 

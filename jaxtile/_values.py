@@ -35,8 +35,6 @@ class Value:
     offloaded: bool = False
     """Stored in host memory, from the forward to the backward pass."""
     is_output: bool = False
-    whole_cotangent: bool = False
-    """Its backward rule must see the whole cotangent of each element, once."""
     name: str | None = None
     """Given by the user with `checkpoint_name`; for an argument, what the function calls it."""
 
@@ -82,6 +80,8 @@ class Node:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...] = ()
     reduction: Reduction | None = None
+    runs_whole: str | None = None
+    """Why it runs on whole arrays, although its operands are tiled."""
 
     def __repr__(self) -> str:
         return f"Node({self.equation.primitive.name}: {list(self.inputs)} -> {list(self.outputs)})"

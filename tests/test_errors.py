@@ -125,39 +125,3 @@ def test_mismatched_sizes():
 def test_not_a_function():
     with pytest.raises(TilingError, match="callable"):
         jaxtile.checkpoint(3, in_axes=((1, 2),), tiles=(2, 2))
-
-
-@jax.custom_vjp
-def normalise_gradient(x):
-    return x
-
-
-normalise_gradient.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.sqrt((g**2).sum()),))
-
-
-@jax.custom_vjp
-def smooth_gradient(x):
-    return x
-
-
-smooth_gradient.defvjp(lambda x: (x, None), lambda _, g: ((g + jnp.roll(g, 1, 1)) / 2,))
-
-
-@jax.custom_vjp
-def clip_gradient(x):
-    return x * 2
-
-
-clip_gradient.defvjp(lambda x: (x * 2, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
-
-
-def test_backward_rules_that_look_beyond_their_position():
-    refused(
-        lambda w, x: conv(normalise_gradient(conv(x, w)), w),
-        "custom_vjp",
-        "reduces over a tiled axis",
-    )
-    refused(
-        lambda w, x: conv(smooth_gradient(conv(x, w)), w), "custom_vjp", "neighbouring positions"
-    )
-    refused(lambda w, x: conv(clip_gradient(conv(x, w)), w), "not linear", "divide", tiles=(3, 2))

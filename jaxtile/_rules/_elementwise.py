@@ -8,7 +8,7 @@ from ._registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, 
 
 _PRIMITIVES = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos cosh digamma div
+cbrt ceil clamp clz complex conj convert_element_type copy cos cosh digamma div
 eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
 is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter
 not one_minus_square or polygamma polynomial population_count pow real reduce_precision

@@ -52,6 +52,8 @@ class Equation:
     source_infos: tuple[Any, ...] = (None,)
     """Where it was traced, and the calls that it was inlined from, innermost first."""
     effects: Any = ()
+    inside: bool = False
+    """Is it part of a function with a derivative rule, or of that rule, and not of the graph?"""
 
     def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
         """Apply the primitive to other operands, with some of its parameters changed."""
@@ -99,6 +101,11 @@ class Rule(Protocol):
     See the module's docstring. Most rules override `axes` and `step` only.
     """
 
+    is_call: ClassVar[bool] = False
+    """Is it a function with a derivative rule of its own?"""
+    changes_value: ClassVar[bool] = False
+    """May its value differ when it is differentiated, as that of a `custom_vjp` may?"""
+
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         """The axes that the inputs must carry, and those of the outputs."""
         ...
@@ -127,9 +134,9 @@ class Rule(Protocol):
         """Apply the primitive: where JAX's own derivative is slow, with another."""
         return _bind(primitive, operands, params)
 
-    def whole_cotangent(self, eqn: Equation) -> bool:
-        """Must the backward rule see each whole cotangent? Then the output is stored."""
-        return False
+    def runs_whole(self, eqn: Equation) -> str | None:
+        """Why this equation must run once, on whole arrays; None: it may run in tiles."""
+        return None
 
 
 class Reduction(Protocol):

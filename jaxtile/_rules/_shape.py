@@ -23,6 +23,7 @@ from ._registry import (
     joint,
     merge,
     register,
+    tiled,
     untiled,
 )
 
@@ -211,39 +212,63 @@ class Reverse(Rule):
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 
+@register("bitcast_convert_type")
+class Bitcast(Rule):
+    """The same bits in another type: a narrower one adds a last dimension, a wider one takes it."""
+
+    def axes(self, eqn: Equation):
+        before, after = len(eqn.in_avals[0].shape), len(eqn.out_avals[0].shape)
+        if after < before:
+            forbid(eqn, 0, [before - 1], "makes one number of its last dimension")
+        return eqn.in_axes, [(*eqn.in_axes[0], None)[:after]]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        before = len(eqn.in_avals[0].shape)
+        return None if tiled(out_axes[before:]) else [(*out_axes, None)[:before]]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
+
+
 @register("concatenate")
 class Concatenate(Rule):
+    """Operands without elements stay untiled, and take no part."""
+
     def axes(self, eqn: Equation):
-        dim = eqn.params["dimension"]
         axes = merge(eqn.primitive, eqn.in_axes)
-        return [axes] * len(eqn.in_axes), [axes] if dim is not None else []
+        parts = self._parts(eqn)
+        in_axes = [axes if i in parts else untiled(a) for i, a in enumerate(eqn.in_avals)]
+        return in_axes, [axes]
 
     def promote(self, eqn: Equation, out_axes: Axes):
         return [out_axes] * len(eqn.in_axes) if out_axes[eqn.params["dimension"]] is None else None
 
     def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,), dim = windows, eqn.params["dimension"]
-        if dim not in window:
-            return Step(
-                [Need(window)] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts)
-            )
-        ends = np.cumsum([aval.shape[dim] for aval in eqn.in_avals])
-        along = window[dim]
-        needs = [
-            Need({**window, dim: along.moved(along.starts - begin, along.size)})
-            for begin in [0, *ends[:-1]]
-        ]
+        (window,), dim, parts = windows, eqn.params["dimension"], self._parts(eqn)
+        ends = np.cumsum([eqn.in_avals[i].shape[dim] for i in parts])
+        needs: list[Need | None] = [None] * len(eqn.in_avals)
+        for i, begin in zip(parts, [0, *ends[:-1]], strict=True):
+            along = {dim: window[dim].moved(window[dim].starts - begin, window[dim].size)}
+            needs[i] = Need({**window, **along} if dim in window else window)
 
-        def evaluate(scalars, *parts):
+        def evaluate(scalars, *operands):
+            found = [operands[i] for i in parts]
+            if dim not in window:
+                return eqn.bind(*found)
             # Every part was read on the whole window, zeros where it has nothing; each position
             # takes its own part.
-            position = coordinates(scalars[0], parts[0].shape, dim)
-            out = parts[-1]
-            for part, end in zip(parts[-2::-1], ends[-2::-1], strict=True):
+            position = coordinates(scalars[0], found[0].shape, dim)
+            out = found[-1]
+            for part, end in zip(found[-2::-1], ends[-2::-1], strict=True):
                 out = jnp.where(position < int(end), part, out)
             return [out]
 
-        return Step(needs, evaluate, positions=[along])
+        return Step(needs, evaluate, positions=[window[dim]] if dim in window else [])
+
+    @staticmethod
+    def _parts(eqn: Equation) -> list[int]:
+        dim = eqn.params["dimension"]
+        return [i for i, aval in enumerate(eqn.in_avals) if aval.shape[dim]]
 
 
 @register("stack")

@@ -1,0 +1,45 @@
+"""Which equations of a jaxpr are calls, and the jaxpr that each calls.
+
+Two kinds are told apart. A *plain call* (`jit`, `remat`, ...) means the equations inside it, and is
+always looked through. A call *with a derivative rule* (`custom_jvp`, `custom_vjp`) may be looked
+through only by those who will not differentiate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+_PLAIN = dict.fromkeys(("jit", "pjit", "remat2", "remat", "checkpoint"), "jaxpr") | dict.fromkeys(
+    ("closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"), "call_jaxpr"
+)
+_WITH_RULE = ("custom_jvp_call", "custom_vjp_call")
+_OBJECT = "call_hi_primitive"
+"""One primitive for calls that are Python objects: JAX's newer `remat` and `custom_vjp`."""
+
+
+def plain_call(eqn: Any) -> Any | None:
+    """The jaxpr that a plain call stands for; None: it is no such call."""
+    name = eqn.primitive.name
+    if name in _PLAIN:
+        return eqn.params[_PLAIN[name]]
+    if name == _OBJECT:
+        called = eqn.params["_prim"]
+        return called.jaxpr if type(called).__name__ == "RematTraced" else None
+    return None
+
+
+def any_call(eqn: Any) -> Any | None:
+    """Likewise, also of a call with a derivative rule: the function itself, without its rule."""
+    if eqn.primitive.name in _WITH_RULE:
+        return eqn.params["call_jaxpr"]
+    found = plain_call(eqn)
+    if found is None and eqn.primitive.name == _OBJECT:
+        called = eqn.params["_prim"]
+
+        def function(*leaves: Any) -> list[Any]:
+            return jax.tree.leaves(called.expand(*jax.tree.unflatten(called.in_tree, leaves)))
+
+        found = jax.make_jaxpr(function)(*called.in_avals_flat)
+    return found

@@ -1,0 +1,217 @@
+"""`custom_jvp` and `custom_vjp` rules of every kind: in tiles where that is proved to be right,
+once on whole arrays where it is not, and the same numbers either way.
+"""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxtile
+
+from .interpreter import interpret
+from .random_rules import check, clipped_back, derivatives, doubled_back, draw, surrogate
+from .support import TOLERANCE, assert_close, assert_same, conv, normal
+
+W, X = normal(0, 3, 2, 2), normal(1, 1, 7, 2)
+AXES = (None, (1,))
+SCALE = normal(2, 1, 7, 2)
+
+
+def with_backward(backward, fun=lambda x: x * 2, forward=None):
+    """`fun` with a `custom_vjp` rule whose residual is its operand."""
+    call = jax.custom_vjp(fun)
+    call.defvjp(lambda x: ((forward or call)(x), x), backward)
+    return call
+
+
+def between(rule):
+    """A rule between two convolutions, so that its cotangents overlap."""
+    return lambda w, x: conv(jnp.tanh(rule(conv(x, w))), w)
+
+
+def whole(fun, *args, in_axes=AXES, tiles=(3,)):
+    return jaxtile.explain(fun, *args, in_axes=in_axes, tiles=tiles).whole
+
+
+NOT_PROVED = {
+    "affine": lambda x, c: (c + 0.1 * x,),
+    "masked": lambda x, c: (jnp.where(x > 0, c, 0.1),),
+    "clipped": lambda x, c: (jnp.clip(c, -0.1, 0.1),),
+    "noise": lambda x, c: (c + jax.random.normal(jax.random.key(0), c.shape),),
+    "constant": lambda x, c: (jnp.full_like(x, 0.3),),
+    "rounded": lambda x, c: (c.astype(jnp.bfloat16).astype(c.dtype),),
+    "reduced": lambda x, c: (lax.reduce_precision(c, 8, 7),),
+    "normalised": lambda x, c: (c / jnp.sqrt((c**2).sum()),),
+    "centred": lambda x, c: (c - c.mean(1, keepdims=True),),
+    "smoothed": lambda x, c: ((c + jnp.roll(c, 1, 1)) / 2,),
+    "mirrored": lambda x, c: (jnp.flip(c, 1),),
+}
+PROVED = {
+    "scaled": lambda x, c: (c * jnp.cos(x),),
+    "negated": lambda x, c: (-c,),
+    "masked": lambda x, c: (jnp.where(x > 0, c, 0.0),),
+    "closed over": lambda x, c: (c * SCALE,),
+    "zeros": lambda x, c: (jnp.zeros_like(x),),
+    "none": lambda x, c: (None,),
+    "dropped": lambda x, c: (c * jax.random.bernoulli(jax.random.key(0), 0.5, c.shape),),
+    "calls a rule": lambda x, c: (c * surrogate(x) + doubled_back(x) * c,),
+    "over channels": lambda x, c: (c - c.mean(-1, keepdims=True),),
+}
+
+
+@pytest.mark.parametrize("tiles", [(3,), (7,)])
+@pytest.mark.parametrize("backward", NOT_PROVED.values(), ids=NOT_PROVED.keys())
+def test_what_is_not_proved_runs_whole(backward, tiles):
+    fun = between(with_backward(backward))
+    interpreted(fun, W, X, tiles=tiles)
+    (found,) = whole(fun, W, X)
+    assert "test_derivative_rules.py" in found.where
+    assert found.bytes == X.nbytes
+
+
+@pytest.mark.parametrize("backward", PROVED.values(), ids=PROVED.keys())
+def test_what_is_proved_runs_in_tiles(backward):
+    fun = between(with_backward(backward))
+    interpreted(fun, W, X, tiles=(3,))
+    assert not whole(fun, W, X)
+
+
+def interpreted(fun, *args, tiles, in_axes=AXES, order=1):
+    tiled = jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tiles)
+    got, want = (interpret(lambda *a, f=f: derivatives(f, a, order), *args) for f in (tiled, fun))
+    assert_close(got, want, TOLERANCE if order == 1 else 1e-11)
+
+
+def test_rounding_to_the_type_that_a_cotangent_has_anyway_is_no_rounding():
+    """Mixed precision: bfloat16 in, float32 inside, bfloat16 out."""
+    backward = lambda x, c: ((c.astype(jnp.float32) * 0.5).astype(x.dtype),)  # noqa: E731
+    narrow = [a.astype(jnp.bfloat16) for a in (W, X)]
+    assert not whole(between(with_backward(backward)), *narrow)
+
+
+def test_compiled_rules_that_run_whole():
+    """Fed by a reduction and feeding one, and twice in a row."""
+    clip = with_backward(NOT_PROVED["clipped"])
+
+    def fun(w, x):
+        y = clip(clip(conv(x, w)) - conv(x, w).mean((0, 1)))
+        return conv(y, w) + (y**2).mean()
+
+    for tiles in ((3,), "whole", {...: None}):
+        assert_same(fun, W, X, in_axes=AXES, tiles=tiles)
+
+
+def test_an_auxiliary_loss():
+    """Its operand's cotangent is a constant, whatever the cotangent of the result is."""
+
+    @jax.custom_vjp
+    def with_loss(y, auxiliary):
+        return y
+
+    with_loss.defvjp(lambda y, a: (y, a), lambda a, c: (c, jnp.ones_like(a)))
+    fun = lambda w, x: conv(with_loss(conv(x, w), (w**2).sum()), w)  # noqa: E731
+    interpreted(fun, W, X, tiles=(3,))
+    assert len(whole(fun, W, X)) == 1
+
+
+def test_a_value_that_only_the_forward_rule_has():
+    """Quantisation in `fwd` alone counts when the function is differentiated, and only then."""
+    backward, quantised = lambda x, c: (c,), lambda x: jnp.round(x * 4) / 4
+    fun = between(with_backward(backward, fun=lambda x: x * 1, forward=quantised))
+    assert not whole(fun, W, X)
+    for tiles in ((3,), "whole", {...: None}):
+        interpreted(fun, W, X, tiles=tiles)
+        tiled = jaxtile.checkpoint(fun, in_axes=AXES, tiles=tiles)
+        np.testing.assert_allclose(tiled(W, X), fun(W, X), rtol=1e-12)
+    assert_same(fun, W, X, in_axes=AXES, tiles=(3,))
+
+
+def derivative(fun, order):
+    """Of squares of derivatives."""
+
+    def power(w, n=0):
+        if n == order - 1:
+            return jnp.sin(fun(w, X)).sum()
+        return jnp.sum(jax.grad(lambda w: power(w, n + 1))(w) ** 2)
+
+    return interpret(jax.grad(power), W)
+
+
+@pytest.mark.parametrize("rule", [jnp.tanh, surrogate, doubled_back], ids=["none", "jvp", "vjp"])
+def test_second_derivatives(rule):
+    fun = between(rule)
+    tiled = jaxtile.checkpoint(fun, in_axes=AXES, tiles=(3,))
+    assert_close(derivative(tiled, 2), derivative(fun, 2), 1e-11)
+
+
+def test_third_derivatives():
+    """Rules that rules call are forgotten by JAX in the third derivative of a loop: refused."""
+    tiled = jaxtile.checkpoint(between(jnp.tanh), in_axes=AXES, tiles=(3,))
+    assert_close(derivative(tiled, 3), derivative(between(jnp.tanh), 3), 1e-11)
+    with pytest.raises(jaxtile.TilingError, match="called by the rule of another"):
+        derivative(jaxtile.checkpoint(between(surrogate), in_axes=AXES, tiles=(3,)), 3)
+
+
+def test_second_derivatives_of_a_rule_that_calls_one_that_is_not_proved():
+    """The first derivative is exact in tiles; the second is refused in a sentence."""
+    rule = with_backward(lambda x, c: (c * clipped_back(x),))
+    fun = between(rule)
+    assert not whole(fun, W, X)
+    interpreted(fun, W, X, tiles=(3,))
+    with pytest.raises(jaxtile.TilingError, match=r"cannot differentiate, in tiles.*not linear"):
+        interpreted(fun, W, X, tiles=(3,), order=2)
+
+
+def test_a_rule_that_closes_over_a_traced_array():
+    def fun(w, x):
+        inner = conv(x, w)
+        return conv(with_backward(lambda x, c: (c * inner,))(inner), w)
+
+    tiled = jaxtile.checkpoint(fun, in_axes=AXES, tiles=(3,))
+    with pytest.raises(jaxtile.TilingError, match=r"closes over an array.*pass it to the function"):
+        jax.grad(lambda w: tiled(w, X).sum())(W)
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable])
+def test_arrays_without_elements(policy):
+    def fun(w, x):
+        y = conv(x, w)
+        joined = jnp.concatenate([y[:, :0] * 2, jnp.roll(y, 0, 1), y[:, 7:]], 1)
+        return joined, y[:, :0], y[:, :0].sum() + y[..., :0].sum(), jnp.split(y, [0], 1)
+
+    assert_same(fun, W, X, in_axes=AXES, tiles=np.array([4]), policy=policy)
+    with pytest.raises(jaxtile.TilingError, match="no elements"):
+        jaxtile.checkpoint(fun, in_axes=AXES, tiles=(1,))(W, X[:, :0])
+
+
+def test_bits_as_other_types():
+    def fun(w, x):
+        y = conv(x, w).astype(jnp.float32)
+        narrow = lax.bitcast_convert_type(y, jnp.int8)
+        return (
+            narrow,
+            lax.bitcast_convert_type(narrow, jnp.int32),
+            lax.bitcast_convert_type(y, jnp.uint32),
+        )
+
+    assert_same(fun, W, X, in_axes=AXES, tiles=(3,))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_rules(seed):
+    chance = random.Random(seed)
+    for _ in range(8):
+        case = draw(chance)
+        assert check(case) in ("exact", "refused", "undefined"), case
+    jax.clear_caches()
+
+
+def test_random_rules_compiled():
+    chance = random.Random(99)
+    for _ in range(3):
+        case = draw(chance, order=1)
+        assert check(case, compile=True) == "exact", case
