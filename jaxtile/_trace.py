@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,9 +40,10 @@ def trace(fun, args, kwargs, in_axes) -> Traced:
 
     def flat_fun(*leaves):
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
-        return fun(*call_args, **call_kwargs)
+        return call_unchanged(fun, call_args, call_kwargs)
 
     names = argument_names(fun, args, kwargs)
+    refuse_references(dict(zip(names, flat, strict=True)))
     with inside(True):
         try:
             closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
@@ -57,11 +59,62 @@ def trace(fun, args, kwargs, in_axes) -> Traced:
                 f"{error}. The tiled arguments are {', '.join(tiled)} (* marks a tiled dimension): "
                 "arrays that meet position by position must have equal sizes; resize or crop one"
             ) from error
+    refuse_references({f"constant {i}": x for i, x in enumerate(closed.consts)})
     out_tree = jax.tree.structure(out_shape)
     return Traced(closed.jaxpr, closed.consts, flat, names, axes, rank, out_tree)
 
 
-def argument_names(fun, args, kwargs) -> list[str]:
+def refuse_references(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(value, jax.Ref):
+            raise TilingError(
+                f"{name} of the function is a mutable array ({jax.typeof(value)}): tiles have no "
+                "order in which it could be read and written; give its value, and return the new "
+                "one (an NNX variable: make it without `ref=True`)"
+            )
+
+
+def call_unchanged(fun, args, kwargs, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
+    """Call `fun`, and refuse if it changes its arguments in place: these are copies.
+
+    Only the states of NNX modules may change: they are values. `nnx.merge` makes modules that share
+    variables with them, so a merged module writes into the state that it was made of; the function
+    returns what is wanted of that.
+    """
+
+    def is_whole(x: Any) -> bool:
+        nnx = sys.modules.get("flax.nnx")
+        return is_leaf(x) or (nnx is not None and isinstance(x, nnx.State))
+
+    def flatten() -> tuple[list[Any], Any]:
+        return jax.tree.flatten((args, kwargs), is_leaf=is_whole)
+
+    def structures() -> list[Any]:
+        return [jax.tree.structure(x, is_leaf=is_whole) for x in arguments]
+
+    arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    # Twice, because some pytrees compute their leaves: these are other ones each time.
+    shapes, (before, tree), (again, _) = structures(), flatten(), flatten()
+    names = argument_names(fun, args, kwargs, is_whole)
+    out = fun(*args, **kwargs)
+    after, tree_after = flatten()
+    if tree == tree_after:
+        leaves = zip(names, before, again, after, strict=True)
+        changed = [name for name, a, b, c in leaves if a is b is not c]
+    else:
+        names = argument_names(fun, args, kwargs, lambda x: any(x is a for a in arguments))
+        pairs = zip(names, shapes, structures(), strict=True)
+        changed = [name for name, a, b in pairs if a != b]
+    if changed:
+        raise TilingError(
+            f"the function changes its arguments in place: {', '.join(changed)}. This would be "
+            "lost. If they are NNX modules or parts of them, use what has the same name in "
+            "`jaxtile.nn`: `jaxtile.nn.checkpoint`; otherwise copy what you change, and return it"
+        )
+    return out
+
+
+def argument_names(fun, args, kwargs, is_leaf=None) -> list[str]:
     """What the function calls each flat argument: `image`, `params['conv1']['kernel']`."""
     parameters: list[str] = []
     try:
@@ -73,7 +126,7 @@ def argument_names(fun, args, kwargs) -> list[str]:
         pass
     parameters = parameters[: len(args)]
     parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
-    paths, _ = jax.tree.flatten_with_path((args, kwargs))
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_leaf)
     return [
         parameters[path[1].idx] + jax.tree_util.keystr(path[2:])
         if path[0].idx == 0
