@@ -14,7 +14,7 @@ import pytest
 from experiments.cell import Cell
 from experiments.config import ConfigError, load, sweep
 from experiments.results import Result, append, read
-from experiments.sweep import cells, process, selected
+from experiments.sweep import cells, last_object, process, selected
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = """
@@ -166,12 +166,13 @@ def test_lines_that_are_no_results(tmp_path, line):
 
 
 def test_what_programs_may_print(tmp_path):
-    """Real ones: a poem, nothing, and a result with something after it."""
+    """Real ones: a poem, nothing, and objects with something after them."""
     poem = process("this", {}, 100, tmp_path)
     assert poem[0] == "error"
     assert "Namespaces are one honking great idea" in poem[1]["message"]
     nothing = process("keyword", {}, 100, tmp_path)
     assert nothing == ("error", {"message": "there is no JSON object; it printed ''"})
+    assert last_object('{"seconds": 2}\n{"seconds": 1}\n[1]\ngoodbye\n') == {"seconds": 1}
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"])
