@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -36,14 +36,14 @@ class Traced:
 
 def trace(fun, args, kwargs, in_axes) -> Traced:
     flat, in_tree = jax.tree.flatten((args, kwargs))
+    names = argument_names(fun, args, kwargs)
+    refuse_references(zip(names, flat, strict=True))
     axes, rank = flat_axes(in_axes, args, kwargs, flat)
 
     def flat_fun(*leaves):
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
         return call_unchanged(fun, call_args, call_kwargs)
 
-    names = argument_names(fun, args, kwargs)
-    refuse_references(dict(zip(names, flat, strict=True)))
     with inside(True):
         try:
             closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
@@ -59,18 +59,19 @@ def trace(fun, args, kwargs, in_axes) -> Traced:
                 f"{error}. The tiled arguments are {', '.join(tiled)} (* marks a tiled dimension): "
                 "arrays that meet position by position must have equal sizes; resize or crop one"
             ) from error
-    refuse_references({f"constant {i}": x for i, x in enumerate(closed.consts)})
+    refuse_references((f"constant {i}", x) for i, x in enumerate(closed.consts))
     out_tree = jax.tree.structure(out_shape)
     return Traced(closed.jaxpr, closed.consts, flat, names, axes, rank, out_tree)
 
 
-def refuse_references(values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, jax.Ref):
+def refuse_references(values: Iterable[tuple[str, Any]]) -> None:
+    for name, value in values:
+        kind = jax.typeof(value)
+        if isinstance(value, jax.Ref) or not hasattr(kind, "shape"):
             raise TilingError(
-                f"{name} of the function is a mutable array ({jax.typeof(value)}): tiles have no "
-                "order in which it could be read and written; give its value, and return the new "
-                "one (an NNX variable: make it without `ref=True`)"
+                f"{name} of the function is a mutable array ({kind}): tiles have no order in which "
+                "it could be read and written; give its value, and return the new one (an NNX "
+                "variable: make it without `ref` and `hijax`)"
             )
 
 
@@ -86,25 +87,28 @@ def call_unchanged(fun, args, kwargs, is_leaf: Callable[[Any], bool] = lambda x:
         nnx = sys.modules.get("flax.nnx")
         return is_leaf(x) or (nnx is not None and isinstance(x, nnx.State))
 
-    def flatten() -> tuple[list[Any], Any]:
-        return jax.tree.flatten((args, kwargs), is_leaf=is_whole)
+    def flatten(x: Any) -> tuple[list[Any], Any]:
+        return jax.tree.flatten_with_path(x, is_leaf=is_whole)
 
-    def structures() -> list[Any]:
-        return [jax.tree.structure(x, is_leaf=is_whole) for x in arguments]
+    def changes(name: str, x: Any, before: tuple[list, Any], again: tuple[list, Any]) -> list[str]:
+        try:
+            after = flatten(x)
+        except Exception:  # an object that is used up, as a state of Equinox after `set`
+            return []
+        if before[1] != after[1]:
+            return [name]
+        leaves = zip(before[0], again[0], after[0], strict=True)
+        return [
+            name + jax.tree_util.keystr(p) for (p, a), (_, b), (_, c) in leaves if a is b is not c
+        ]
 
     arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    names = argument_names(fun, args, kwargs, lambda x: any(x is a for a in arguments))
     # Twice, because some pytrees compute their leaves: these are other ones each time.
-    shapes, (before, tree), (again, _) = structures(), flatten(), flatten()
-    names = argument_names(fun, args, kwargs, is_whole)
+    before = [(flatten(x), flatten(x)) for x in arguments]
     out = fun(*args, **kwargs)
-    after, tree_after = flatten()
-    if tree == tree_after:
-        leaves = zip(names, before, again, after, strict=True)
-        changed = [name for name, a, b, c in leaves if a is b is not c]
-    else:
-        names = argument_names(fun, args, kwargs, lambda x: any(x is a for a in arguments))
-        pairs = zip(names, shapes, structures(), strict=True)
-        changed = [name for name, a, b in pairs if a != b]
+    found = zip(names, arguments, before, strict=True)
+    changed = [change for name, x, twice in found for change in changes(name, x, *twice)]
     if changed:
         raise TilingError(
             f"the function changes its arguments in place: {', '.join(changed)}. This would be "

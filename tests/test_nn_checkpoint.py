@@ -6,6 +6,7 @@ the same way, says what must come out: results, gradients, and every variable af
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -27,8 +28,8 @@ class Model(nnx.Module):
     """What a call changes: the statistics of a batch norm, and a count."""
 
     def __init__(self, seed: int = 0, norm: nnx.Module | None = None):
-        self.weight = nnx.Param(normal(seed, 3))
-        self.norm = norm or nn.BatchNorm(3, rngs=nnx.Rngs(seed), **FLOAT64)
+        self.weight = nnx.Param(jnp.exp(jnp.sin(seed + jnp.arange(3.0))))
+        self.norm = norm or nn.BatchNorm(3, rngs=nnx.Rngs(0), **FLOAT64)
         self.calls = nnx.Variable(jnp.zeros(()))
 
     def __call__(self, x):
@@ -360,6 +361,51 @@ def test_a_pytree_that_computes_its_leaves_does_not_change():
 
 
 @pytest.mark.parametrize("checkpoint", [jaxtile.checkpoint, nn.checkpoint])
+def test_an_object_that_is_used_up_is_not_changed(checkpoint):
+    """Equinox's states: to set one gives another, and the old one refuses to be used."""
+    layer, state = eqx.nn.make_with_state(eqx.nn.StateIndex)(jnp.zeros(3))
+
+    def fun(state, x):
+        mean = x.mean((0, 1, 2))
+        return x - mean, state.set(layer, mean)
+
+    out, state = checkpoint(fun, in_axes=(None, MAP), tiles=TILES)(state, IMAGE)
+    assert_close(out, IMAGE - IMAGE.mean((0, 1, 2)))
+    assert_close(state.get(layer), IMAGE.mean((0, 1, 2)))
+
+
+def test_one_in_another():
+    """The outermost schedule wins, and all changes arrive."""
+
+    def inner(model, x):
+        return model(x)
+
+    def outer(fun, model, x):
+        return fun(model, fun(model, x)) + model(x)
+
+    def run(wrap):
+        model = Model()
+        fun = wrap(functools.partial(outer, wrap(inner)))
+        return [fun(model, IMAGE), arrays(nnx.state(model))]
+
+    assert_close(
+        run(lambda fun: nn.checkpoint(fun, in_axes=(None, MAP), tiles=TILES)), run(lambda fun: fun)
+    )
+
+
+def test_under_nnx_vmap():
+    def run(fun):
+        model = nnx.vmap(Model)(jnp.arange(2))
+        out = nnx.vmap(fun, in_axes=(0, None))(model, IMAGE)
+        return [out, arrays(nnx.state(model))]
+
+    def fun(model, x):
+        return model(x)
+
+    assert_close(run(nn.checkpoint(fun, in_axes=(None, MAP), tiles=TILES)), run(fun))
+
+
+@pytest.mark.parametrize("checkpoint", [jaxtile.checkpoint, nn.checkpoint])
 def test_a_state_is_a_value(checkpoint):
     """A merged module shares variables with its state; the function returns what it wants."""
     graphdef, state = nnx.split(Model())
@@ -379,7 +425,11 @@ def test_mutable_arrays_are_refused(checkpoint):
         return x * scale[...]
 
     ref = jax.new_ref(jnp.ones(3))
-    for scale, name in ((ref, "scale"), (nnx.Variable(jnp.ones(3), ref=True), r"scale\.value")):
+    for scale, name in (
+        (ref, "scale"),
+        (nnx.Variable(jnp.ones(3), ref=True), r"scale\.value"),
+        (nnx.Variable(jnp.ones(3), hijax=True), "scale"),
+    ):
         with pytest.raises(TilingError, match=f"{name} of the function is a mutable array"):
             checkpoint(fun, in_axes=(None, MAP), tiles=TILES)(scale, IMAGE)
     with pytest.raises(TilingError, match="constant 0 of the function is a mutable array"):

@@ -102,7 +102,7 @@ class Pure:
         kwargs: dict[str, Any],
         tag: Hashable | None = None,
     ):
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())
         self.fun, self.tag = fun, tag
         self.given, (self.args, self.kwargs) = _split((args, kwargs), tag)
         self.modules = self.given.nodes((args, kwargs))
