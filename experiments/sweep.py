@@ -59,7 +59,8 @@ def main(argv: list[str]) -> None:
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; what was measured is kept, and the same command goes on")
+        print("stopped; what was measured is kept, and the same command goes on", file=sys.stderr)
+        sys.exit(130)
 
 
 def keep_off_devices() -> None:

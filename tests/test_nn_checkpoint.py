@@ -69,6 +69,12 @@ def grow(model, image):
     return image * model.norm.var[...]
 
 
+def record(seen, image):
+    """A variable that holds a tuple, which grows with each call."""
+    seen.set_value((*seen.get_value(), image.mean()))
+    return image
+
+
 CASES = {
     "argument": (lambda m, x: m(x), lambda: (Full(), IMAGE), (None, MAP)),
     "tuple": (
@@ -118,6 +124,7 @@ CASES = {
         lambda: (lambda m: ([m.norm.scale], m, IMAGE))(Model()),
         (None, None, MAP),
     ),
+    "variable of a tuple": (record, lambda: (nnx.Variable(()), IMAGE), (None, MAP)),
     "nothing changes": (
         lambda m, x: m.conv(x),
         lambda: (Full(), IMAGE),

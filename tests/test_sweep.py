@@ -186,12 +186,15 @@ def test_a_child_ends_with_its_parent(name):
     assert parent.wait(timeout=100) != 0
 
 
-def test_a_killed_sweep_takes_its_cell_with_it(tmp_path):
+@pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGINT", 130)])
+def test_a_sweep_that_ends_takes_its_cell_with_it(tmp_path, name, code):
     process = launch(tmp_path, "--only", "*,plain", "--config.repeats=100000")
     cell = os.pidfd_open(child_of(process))
-    process.kill()
+    process.send_signal(signal.Signals[name])
     wait_for(cell)
-    process.wait(timeout=100)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == code, text
+    assert "Traceback" not in text
     assert read(tmp_path / "sweep") == ({}, [])
 
 

@@ -116,9 +116,10 @@ class Pure:
         restructured = nnx.graphdef(modules, graph=True) != before
         self.returned, (states, pure_out) = _split((modules, out), self.tag)
         leaves, self.states = jax.tree.flatten(states)
-        given = jax.tree.leaves(self.given.nodes((args, kwargs)))
+        given, given_states = jax.tree.flatten(self.given.nodes((args, kwargs)))
         self.as_they_were = (
             not restructured
+            and self.states == given_states
             and all(a is b for a, b in zip(given, leaves, strict=True))
             and len(self.returned.graphdefs) == len(modules)
         )
