@@ -15,6 +15,9 @@ Some networks do not take every size: a U-Net that halves the image four times t
 to the next size that fits. The result is that of the network on that image, cropped again.
 
 Pixels become 8 bits and as many channels as the network has, by the rules of the training data.
+
+Whatever ends it before the end (an error, a full disk, Ctrl-C, SIGTERM, SIGHUP), a result that is
+not whole is removed.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ import json
 import math
 import os
 import pathlib
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -112,7 +116,8 @@ class Unbatched:
         self.image = image
 
     def __setitem__(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
-        self.image[place[1:3]] = tile[0]
+        with _writing(self.image.path):
+            self.image[place[1:3]] = tile[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,10 +169,24 @@ def segment(
     shape = (*area.size, len(network.classes)) if probabilities else area.size
     tiles = tuple(math.ceil(n / tile) for n in area.size)
     run = jaxtile.stream(result, in_axes=(None, (1, 2)), tiles=tiles)
-    with create_image(out, shape, probabilities or classes) as written:
+    with _writing(out):
+        created = create_image(out, shape, probabilities or classes)
+    with created as written:
         source = Pixels(image, area.padded, network.channels)
         run(network.weights, source, out=Unbatched(written), progress=progress)
     return area
+
+
+@contextlib.contextmanager
+def _writing(out: str | os.PathLike) -> Iterator[None]:
+    """What the system or a library says, as that the disk is full, with the name of the file."""
+    try:
+        yield
+    except ImageError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise PredictionError(f"{out} cannot be written: {reason}") from error
 
 
 def classify(
@@ -223,9 +242,11 @@ def main(argv: list[str]) -> None:
 def run(options: Any) -> None:
     """The program. What a user can mend ends it with one line."""
     try:
-        _run(options)
-    except KeyboardInterrupt:
-        sys.exit("stopped: nothing was written")
+        with _stopped_by(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            _run(options)
+    except _Stopped as stopped:
+        print("stopped: nothing was written", file=sys.stderr)
+        sys.exit(128 + stopped.number)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -236,6 +257,35 @@ def run(options: Any) -> None:
         *(ImportError, OSError),
     ) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
+
+
+class _Stopped(KeyboardInterrupt):
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _stopped_by(*signals: signal.Signals) -> Iterator[None]:
+    """These end the program as an exception does, so that what it began to write is removed.
+
+    Only the first one counts: another must not stop the removal. What is ignored, as `nohup` does
+    with SIGHUP, stays ignored.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        raise _Stopped(number)
+
+    before = {n: signal.getsignal(n) for n in signals if signal.getsignal(n) != signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(options: Any) -> None:
@@ -295,7 +345,8 @@ def _write_classes(out: pathlib.Path, image: str, network: Network, found: np.nd
     for name in ranked[:10]:
         print(f"{name:>12} {probabilities[name]:.6f}")
     record = {"image": str(image), "class": ranked[0], "probabilities": probabilities}
-    write_atomically(out, json.dumps(record, indent=2) + "\n")
+    with _writing(out):
+        write_atomically(out, json.dumps(record, indent=2) + "\n")
 
 
 def _where(area: Map, shape: Sequence[int]) -> str:

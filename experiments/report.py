@@ -2,7 +2,9 @@
 
     python -m experiments.report --workdir=runs/sweep
 
-Writes `report.html`, which needs nothing else and no network, and its pictures as PNG files.
+Writes `report.html`, which needs nothing else and no network, and its pictures as PNG files. Lines
+that are no results are left out with a warning; names in the others are text, never part of the
+page or of a formula.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from absl import app
 from policies import Plan
 
 from .config import workdir_flag
-from .results import Result, read
+from .results import Result, number, read
 
 _WORKDIR = workdir_flag()
 _PAGE = pathlib.Path(__file__).with_name("report.html")
@@ -49,13 +51,13 @@ def main(argv: list[str]) -> None:
 def write(folder: pathlib.Path, results: Results) -> pathlib.Path:
     """The page and its pictures; returns the path of the page."""
     pictures = draw(folder, results)
-    rows = [row(result, folder, number) for number, result in enumerate(results)]
+    rows = [row(result, folder, position) for position, result in enumerate(results)]
     page = _PAGE.read_text()
     for name, text in {
         "machines": html.escape("; ".join(sorted({_machine(r) for r in results}))),
         "pictures": "\n".join(_image(p) for p in pictures),
-        # A script ends at the first `</`, wherever it stands.
-        "rows": json.dumps(rows).replace("</", "<\\/"),
+        # In a script, `</script` and `<!--` have a meaning even within a string.
+        "rows": json.dumps(rows).replace("<", "\\u003c"),
     }.items():
         page = page.replace(f"<!--{name}-->", text)
     file = folder / "report.html"
@@ -63,7 +65,7 @@ def write(folder: pathlib.Path, results: Results) -> pathlib.Path:
     return file
 
 
-def row(result: Result, folder: pathlib.Path, number: int) -> dict[str, Any]:
+def row(result: Result, folder: pathlib.Path, position: int) -> dict[str, Any]:
     """A row of the table; what is not a number is text."""
     cell, values = result.cell, result.values
     fields = {
@@ -76,31 +78,43 @@ def row(result: Result, folder: pathlib.Path, number: int) -> dict[str, Any]:
         "status": result.status,
     }
     if result.status != "ok":
-        return {**fields, "message": values.get("message", "")}
-    predicted = values["predicted_bytes"]
+        return {**fields, "message": result.message}
+
+    def scaled(name: str, unit: float = 1) -> float | None:
+        value = number(values, name)
+        return None if value is None else value / unit
+
+    compiled = number(values, "compiled_bytes")
     fields |= {
         "ms": values["seconds"] * 1e3,
-        "spread": values["spread"],
-        "MiB": values["compiled_bytes"] / 2**20,
-        "predicted": predicted and predicted / values["compiled_bytes"],
-        "peak MiB": values["observed_peak"] and values["observed_peak"] / 2**20,
-        "Mpixel/s": values["megapixels_per_second"],
-        "GFLOP/s": values["flops_per_second"] / 1e9,
-        "compile s": values["compile_seconds"],
-        "error": values.get("gradient_error"),
+        "spread": scaled("spread"),
+        "MiB": scaled("compiled_bytes", 2**20),
+        "predicted": scaled("predicted_bytes", compiled) if compiled else None,
+        "peak MiB": scaled("observed_peak", 2**20),
+        "Mpixel/s": scaled("megapixels_per_second"),
+        "GFLOP/s": scaled("flops_per_second", 1e9),
+        "compile s": scaled("compile_seconds"),
+        "error": scaled("gradient_error"),
     }
     if values.get("plan"):
-        plan = Plan.from_json(values["plan"])
-        picture = folder / f"plan-{number}.png"
-        plan.draw(picture)
-        fields |= {"plan": str(plan), "picture": _source(picture)}
+        fields |= _plan(values["plan"], folder / f"plan-{position}.png", cell.name)
     return fields
+
+
+def _plan(found: Any, picture: pathlib.Path, name: str) -> dict[str, str]:
+    try:
+        plan = Plan.from_json(found)
+        plan.draw(picture)
+        return {"plan": str(plan), "picture": _source(picture)}
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        print(f"warning: the plan of {name} cannot be shown: {error!r}", flush=True)
+        return {}
 
 
 def draw(folder: pathlib.Path, results: Results) -> list[pathlib.Path]:
     measured: dict[str, list[Result]] = defaultdict(list)
     for result in results:
-        if result.status == "ok":
+        if result.status == "ok" and (number(result.values, "compiled_bytes") or 0) > 0:
             measured[result.cell.model].append(result)
     files = []
     for model, group in measured.items():
@@ -131,14 +145,14 @@ def _time_against_memory(path: pathlib.Path, model: str, group: Results) -> path
     series: dict[str, list[Result]] = defaultdict(list)
     for result in group:
         b, n, *_ = result.cell.shape
-        series[f"{b} x {n} x {n}, {result.cell.dtype}"].append(result)
+        series[_text(f"{b} x {n} x {n}, {result.cell.dtype}")].append(result)
     for color, (label, members) in enumerate(series.items()):
         points = [(_gibibytes(r), r.values["seconds"] * 1e3) for r in members]
         axis.plot(*zip(*points, strict=True), "o", color=f"C{color}", label=label)
         axis.plot(*zip(*pareto(points), strict=True), "-", color=f"C{color}", lw=1)
         for result, point in zip(members, points, strict=True):
             text = result.cell.policy + (f" {result.cell.tiles}" if result.cell.tiles else "")
-            axis.annotate(text, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
+            axis.annotate(_text(text), point, xytext=(4, 4), textcoords="offset points", fontsize=7)
     axis.set(xlabel="GiB of the compiled step", ylabel="ms per step", title=model)
     axis.set(xscale="log", yscale="log")
     axis.legend(fontsize=8)
@@ -151,7 +165,7 @@ def _time_against_size(path: pathlib.Path, model: str, group: Results) -> pathli
     for result in group:
         b, n, *_ = result.cell.shape
         label = ", ".join(filter(None, (result.cell.policy, result.cell.tiles, result.cell.dtype)))
-        series[label].append((n, result.values["seconds"] / (b * n * n) * 1e9))
+        series[_text(label)].append((n, result.values["seconds"] / (b * n * n) * 1e9))
     for label, points in series.items():
         axis.plot(*zip(*sorted(points), strict=True), "o-", label=label)
     axis.set(xlabel="pixels along a side", ylabel="ns per pixel", title=model, xscale="log")
@@ -171,6 +185,11 @@ def _largest(path: pathlib.Path, measured: dict[str, list[Result]]) -> pathlib.P
     axis.set(title="largest image that was measured within a budget")
     axis.legend(fontsize=8)
     return _save(figure, path)
+
+
+def _text(name: str) -> str:
+    """For a picture, where text between two dollars would be a formula."""
+    return "".join(c if c.isprintable() else "?" for c in name).replace("$", r"\$")
 
 
 def _gibibytes(result: Result) -> float:

@@ -6,8 +6,8 @@
 
 Results append to `results.jsonl` in the workdir (a shard's to a file of its own; put the files of
 all shards into one folder to merge them). The same command does only what is missing. A cell that
-crashes, runs out of memory or takes too long costs that cell, and is recorded as such; `--retry`
-measures those again.
+crashes, runs out of memory, takes too long or prints no result costs that cell, and is recorded as
+such; `--retry` measures those again. A sweep that is stopped or killed takes its cell with it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from ml_collections import ConfigDict
 
 from . import baselines
 from .cell import Cell, check
+from .child import run_child
 from .config import ConfigError, config_flag, start, workdir_flag
 from .progress import Bar
-from .results import Result, append, read
+from .results import Result, append, mistake, number, read
 from .workdir import Workdir
 
 _CONFIG = config_flag()
@@ -55,10 +56,11 @@ def main(argv: list[str]) -> None:
             print("\n".join(cell.name for cell in chosen))
             return
         run(_CONFIG.value, chosen, _WORKDIR.value, shard=_SHARD.value, retry=_RETRY.value)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; what was measured is kept, and the same command goes on")
+        print("stopped; what was measured is kept, and the same command goes on", file=sys.stderr)
+        sys.exit(130)
 
 
 def keep_off_devices() -> None:
@@ -134,7 +136,7 @@ def measured(cell: Cell, config: ConfigDict, folder: pathlib.Path) -> Result:
 def process(
     module: str, options: dict[str, Any], limit: float, folder: pathlib.Path
 ) -> tuple[str, dict[str, Any]]:
-    """How a program ended, and the JSON object in the last line that it printed.
+    """How a program ended, and the JSON object in the last line of those that it printed.
 
     A GPU's compiler tries algorithms for each convolution, for a minute or more per program. What
     it chose is kept in the folder, so that it is tried once, and all cells get the same.
@@ -147,18 +149,28 @@ def process(
         **os.environ,
     }
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", module, json.dumps(options)],
-            capture_output=True,
-            text=True,
-            timeout=limit,
-            env=environment,
-        )
+        done = run_child(module, json.dumps(options), limit, environment)
     except subprocess.TimeoutExpired:
         return "too slow", {"message": f"took longer than {limit} s"}
-    if done.returncode == 0:
-        return "ok", json.loads(done.stdout.splitlines()[-1])
-    return failure(done)
+    if done.returncode != 0:
+        return failure(done)
+    values = last_object(done.stdout)
+    if wrong := mistake(values):
+        printed = done.stdout.strip()[-200:]
+        return "error", {"message": f"{wrong}; it printed {printed!r}"}
+    return "ok", values
+
+
+def last_object(text: str) -> Any:
+    """The last line that is a JSON object, or None: libraries may print after the result too."""
+    for line in reversed(text.splitlines()):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found
+    return None
 
 
 def failure(done: subprocess.CompletedProcess) -> tuple[str, dict[str, Any]]:
@@ -187,11 +199,11 @@ def machine() -> dict[str, str]:
 
 def outcome(result: Result) -> str:
     if result.status != "ok":
-        return f"{result.status} ({result.values['message'][:80]})"
+        return f"{result.status} ({result.message[:80]})"
     from policies import format_bytes
 
     values = result.values
-    held = values.get("compiled_bytes") or values.get("temporary_bytes")
+    held = number(values, "compiled_bytes") or number(values, "temporary_bytes")
     return f"{values['seconds'] * 1e3:.1f} ms, {format_bytes(held) if held else '-'}"
 
 

@@ -118,8 +118,12 @@ def _lines(file: pathlib.Path) -> list[str]:
 def write_atomically(file: pathlib.Path, text: str) -> None:
     """Either the old file or the new one is there, at any moment."""
     temporary = file.with_name(file.name + ".new")
-    with open(temporary, "w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    temporary.replace(file)
+    try:
+        with open(temporary, "w") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -35,13 +36,14 @@ class Traced:
 
 def trace(fun, args, kwargs, in_axes) -> Traced:
     flat, in_tree = jax.tree.flatten((args, kwargs))
+    names = argument_names(fun, args, kwargs)
+    refuse_references(zip(names, flat, strict=True))
     axes, rank = flat_axes(in_axes, args, kwargs, flat)
 
     def flat_fun(*leaves):
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
-        return fun(*call_args, **call_kwargs)
+        return call_unchanged(fun, call_args, call_kwargs)
 
-    names = argument_names(fun, args, kwargs)
     with inside(True):
         try:
             closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
@@ -57,11 +59,66 @@ def trace(fun, args, kwargs, in_axes) -> Traced:
                 f"{error}. The tiled arguments are {', '.join(tiled)} (* marks a tiled dimension): "
                 "arrays that meet position by position must have equal sizes; resize or crop one"
             ) from error
+    refuse_references((f"constant {i}", x) for i, x in enumerate(closed.consts))
     out_tree = jax.tree.structure(out_shape)
     return Traced(closed.jaxpr, closed.consts, flat, names, axes, rank, out_tree)
 
 
-def argument_names(fun, args, kwargs) -> list[str]:
+def refuse_references(values: Iterable[tuple[str, Any]]) -> None:
+    for name, value in values:
+        kind = jax.typeof(value)
+        if isinstance(value, jax.Ref) or not hasattr(kind, "shape"):
+            raise TilingError(
+                f"{name} of the function is a mutable array ({kind}): tiles have no order in which "
+                "it could be read and written; give its value, and return the new one (an NNX "
+                "variable: make it without `ref` and `hijax`)"
+            )
+
+
+def call_unchanged(fun, args, kwargs, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
+    """Call `fun`, and refuse if it changes its arguments in place: these are copies.
+
+    Only the states of NNX modules may change: they are values. `nnx.merge` makes modules that share
+    variables with them, so a merged module writes into the state that it was made of; the function
+    returns what is wanted of that.
+    """
+
+    def is_whole(x: Any) -> bool:
+        nnx = sys.modules.get("flax.nnx")
+        return is_leaf(x) or (nnx is not None and isinstance(x, nnx.State))
+
+    def flatten(x: Any) -> tuple[list[Any], Any]:
+        return jax.tree.flatten_with_path(x, is_leaf=is_whole)
+
+    def changes(name: str, x: Any, before: tuple[list, Any], again: tuple[list, Any]) -> list[str]:
+        try:
+            after = flatten(x)
+        except Exception:  # an object that is used up, as a state of Equinox after `set`
+            return []
+        if before[1] != after[1]:
+            return [name]
+        leaves = zip(before[0], again[0], after[0], strict=True)
+        return [
+            name + jax.tree_util.keystr(p) for (p, a), (_, b), (_, c) in leaves if a is b is not c
+        ]
+
+    arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    names = argument_names(fun, args, kwargs, lambda x: any(x is a for a in arguments))
+    # Twice, because some pytrees compute their leaves: these are other ones each time.
+    before = [(flatten(x), flatten(x)) for x in arguments]
+    out = fun(*args, **kwargs)
+    found = zip(names, arguments, before, strict=True)
+    changed = [change for name, x, twice in found for change in changes(name, x, *twice)]
+    if changed:
+        raise TilingError(
+            f"the function changes its arguments in place: {', '.join(changed)}. This would be "
+            "lost. If they are NNX modules or parts of them, use what has the same name in "
+            "`jaxtile.nn`: `jaxtile.nn.checkpoint`; otherwise copy what you change, and return it"
+        )
+    return out
+
+
+def argument_names(fun, args, kwargs, is_leaf=None) -> list[str]:
     """What the function calls each flat argument: `image`, `params['conv1']['kernel']`."""
     parameters: list[str] = []
     try:
@@ -73,7 +130,7 @@ def argument_names(fun, args, kwargs) -> list[str]:
         pass
     parameters = parameters[: len(args)]
     parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
-    paths, _ = jax.tree.flatten_with_path((args, kwargs))
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_leaf)
     return [
         parameters[path[1].idx] + jax.tree_util.keystr(path[2:])
         if path[0].idx == 0

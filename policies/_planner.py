@@ -88,7 +88,7 @@ def plan(
     >>> bool(jnp.allclose(tiled(kernel, image), loss(kernel, image)))
     True
     """
-    if any(_is_module(a) for a in args):
+    if _has_modules(args):
         from jaxtile.nn import Pure
 
         if step is not None:
@@ -441,7 +441,15 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", None) or jnp.result_type(x), jnp.inexact)
 
 
-def _is_module(x: Any) -> bool:
+def _has_modules(args: Any) -> bool:
+    """Are there NNX modules or variables, as `jaxtile.nn.checkpoint` takes?
+
+    Those in a state, which is a value, do not count.
+    """
     from flax import nnx
 
-    return isinstance(x, nnx.Pytree)
+    def known(x: Any) -> bool:
+        return isinstance(x, nnx.Pytree | nnx.Variable | nnx.State)
+
+    found = jax.tree.leaves(args, is_leaf=known)
+    return any(isinstance(x, nnx.Pytree | nnx.Variable) for x in found)

@@ -3,8 +3,11 @@
 import json
 import os
 import pathlib
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -155,6 +158,87 @@ def test_the_program(tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("error: ")
     assert "Traceback" not in done.stderr
+
+
+def list_parts(folder):
+    return [f.name for f in folder.iterdir() if f.name.startswith(".")]
+
+
+def test_a_prediction_that_is_stopped_leaves_nothing(tmp_path):
+    """Ctrl-C, SIGTERM and SIGHUP, to processes that are writing; and a second Ctrl-C."""
+    trained(tmp_path / "run", channels=2, depth=1, padding="SAME", dtype="float32")
+    with create_image(tmp_path / "image.npy", (3000, 3000, 3), np.uint8):
+        pass
+    programs = {}
+    for name, file in (("SIGINT", "a.npy"), ("SIGTERM", "b.zarr"), ("SIGHUP", "c.tif")):
+        folder = tmp_path / name
+        folder.mkdir()
+        command = [sys.executable, "-m", "experiments.predict", f"--workdir={tmp_path / 'run'}"]
+        command += [f"--image={tmp_path / 'image.npy'}", f"--out={folder / file}", "--tile=16"]
+        programs[name] = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+    for name, program in programs.items():
+        while not list_parts(tmp_path / name):
+            assert program.poll() is None, program.communicate()
+            time.sleep(0.01)
+        program.send_signal(signal.Signals[name])
+        if name == "SIGINT":
+            program.send_signal(signal.SIGINT)
+    for name, program in programs.items():
+        _, errors = program.communicate(timeout=300)
+        assert program.returncode == 128 + signal.Signals[name], errors
+        assert errors.splitlines()[-1] == "stopped: nothing was written"
+        assert "Traceback" not in errors
+        assert list((tmp_path / name).iterdir()) == []
+
+
+FULL = """
+import pathlib, sys
+from experiments.workdir import write_atomically
+from tests.test_predict import run
+
+folder = pathlib.Path(sys.argv[1])
+for name in ("mask.zarr", "mask.npy", "mask.tif"):
+    try:
+        run(folder / "run", folder / "image.npy", folder / "full" / name, probabilities=True)
+    except SystemExit as stopped:
+        print(name, stopped.code)
+try:
+    write_atomically(folder / "full/class.json", "x" * 1_000_000)
+except OSError as error:
+    print("class.json", error)
+print("left:", list((folder / "full").iterdir()))
+"""
+MOUNT = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
+
+
+def can_mount() -> bool:
+    done = subprocess.run([*MOUNT, "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+@pytest.mark.skipif(not shutil.which("unshare") or not can_mount(), reason="needs a small disk")
+def test_a_full_disk(tmp_path):
+    """One of 100 kB, for a result of 640 kB."""
+    trained(tmp_path / "run", channels=2, depth=1, padding="SAME", dtype="float32")
+    image_file(tmp_path / "image.npy", 200, 200)
+    (tmp_path / "full").mkdir()
+    mount = f'mount -t tmpfs -o size=100k tmpfs \'{tmp_path}/full\'; exec "$0" "$@"'
+    done = subprocess.run(
+        [*MOUNT, mount, sys.executable, "-c", FULL, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    for name in ("mask.zarr", "mask.npy", "mask.tif"):
+        assert f"error: {tmp_path}/full/{name} cannot be written: " in lines[name]
+    for name in ("mask.zarr", "mask.npy", "mask.tif", "class.json"):
+        assert "No space left on device" in lines[name]
+    assert lines["left:"] == "left: []"
 
 
 MEMORY = """

@@ -89,6 +89,43 @@ def test_a_folder_without_results(tmp_path):
     assert "run experiments.sweep first" in done.stderr
 
 
+NASTY = "<!--<script>alert(1)</script>--> $\\frac$ & \u2028 \0"
+
+
+def test_foreign_lines_and_names_that_are_code(tmp_path):
+    machine = {"jax": NASTY}
+    for result in (
+        Result(
+            Cell("unet", policy=NASTY, tiles=NASTY, dtype=NASTY), "ok", values(0.1, 9e9), machine
+        ),
+        Result(Cell("unet", 764, policy="plain"), "ok", {"seconds": 0.2}, machine),
+        Result(Cell("unet", 572, policy="sqrt"), "ok", values(0.1, 8e9, plan={"a": 1}), machine),
+        Result(Cell("unet", 572, policy="plain"), "ok", values(0.1, "much"), machine),
+        Result(Cell("alexnet", policy=NASTY), "error", {"message": NASTY}, machine),
+        Result(Cell("alexnet"), NASTY, {}, machine),
+    ):
+        append(tmp_path / "results.jsonl", result)
+    with open(tmp_path / "results.jsonl", "ab") as file:
+        file.write(b"a note\n\xff\n{}\n")
+    command = [sys.executable, "-m", "experiments.report", f"--workdir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("warning: not a result, left out: results.jsonl, line") == 3
+    assert "warning: the plan of unet,572,sqrt,,float32,0 cannot be shown" in done.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert "<!--" not in page
+    assert page.count("<script") == page.count("</script") == 1
+    found = rows_of(page)
+    assert [row["policy"] for row in found] == [NASTY, "plain", "sqrt", "plain", NASTY, "plain"]
+    assert found[0]["tiles"] == found[4]["message"] == found[5]["status"] == NASTY
+    assert [row.get("MiB") is None for row in found] == [False, True, False, True, True, True]
+
+
+def rows_of(page: str):
+    line = next(s for s in page.split("\n") if s.startswith("const rows = "))
+    return json.loads(line.removeprefix("const rows = ").removesuffix(";"))
+
+
 BROWSER = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
@@ -151,8 +188,6 @@ def test_in_a_browser(folder):
 
 
 def test_rows_are_json(folder):
-    page = (folder / "report.html").read_text()
-    line = next(s for s in page.splitlines() if s.startswith("const rows = "))
-    rows = json.loads(line.removeprefix("const rows = ").removesuffix(";"))
+    rows = rows_of((folder / "report.html").read_text())
     assert [row["status"] for row in rows].count("ok") == 4
     assert rows[-1]["message"] == "</script> no"

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import select
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from experiments.cell import Cell
 from experiments.config import ConfigError, load, sweep
 from experiments.results import Result, append, read
-from experiments.sweep import cells, selected
+from experiments.sweep import cells, last_object, process, selected
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = """
@@ -27,10 +28,10 @@ def get_config():
 """
 
 
-def launch(folder: pathlib.Path, *more: str) -> subprocess.Popen:
+def launch(folder: pathlib.Path, *more: str, **variables: str) -> subprocess.Popen:
     (folder / "config.py").write_text(CONFIG)
     command = [sys.executable, "-m", "experiments.sweep", f"--config={folder}/config.py"]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", **variables}
     return subprocess.Popen(
         [*command, f"--workdir={folder}/sweep", *more],
         cwd=ROOT,
@@ -41,10 +42,25 @@ def launch(folder: pathlib.Path, *more: str) -> subprocess.Popen:
     )
 
 
-def run(folder: pathlib.Path, *more: str) -> tuple[int, str]:
-    process = launch(folder, *more)
+def run(folder: pathlib.Path, *more: str, **variables: str) -> tuple[int, str]:
+    process = launch(folder, *more, **variables)
     text, _ = process.communicate(timeout=300)
     return process.returncode, text
+
+
+def child_of(process: subprocess.Popen) -> int:
+    """The process that it started, as soon as there is one."""
+    file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not (children := file.read_text().split()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return int(children[0])
+
+
+def wait_for(handle: int) -> None:
+    """Until the process of a handle has ended."""
+    assert select.select([handle], [], [], 100)[0], "it goes on"
+    os.close(handle)
 
 
 def test_a_sweep_and_the_same_again(tmp_path):
@@ -75,12 +91,7 @@ def test_a_sweep_and_the_same_again(tmp_path):
 
 def test_a_cell_that_is_killed_or_too_slow_costs_itself_only(tmp_path):
     process = launch(tmp_path, "--only", "*,plain", "--config.repeats=100000")
-    deadline, children = time.monotonic() + 100, []
-    while not children and time.monotonic() < deadline:
-        time.sleep(0.05)
-        file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        children = file.read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
+    os.kill(child_of(process), signal.SIGKILL)
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 0, text
     code, _ = run(tmp_path, "--only", "*,sqrt", "--config.limit_seconds=1")
@@ -90,6 +101,101 @@ def test_a_cell_that_is_killed_or_too_slow_costs_itself_only(tmp_path):
     code, text = run(tmp_path, "--only", "*,sqrt", "--retry")
     assert code == 0
     assert [r.status for r in read(tmp_path / "sweep")[0].values()] == ["crashed", "ok"]
+
+
+JUNK = """
+import os, sys
+
+if "experiments.cell" in sys.orig_argv and '"policy": "plain"' in sys.orig_argv[-1]:
+    os.write(1, b"\\xff\\xfe no result\\n[1, 2]\\n")
+    os._exit(0)
+"""
+
+
+def test_junk_costs_one_cell_or_one_line(tmp_path):
+    """A cell whose process prints something else, and results that are none."""
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep/results-by-hand.jsonl").write_bytes(b"\n".join(FOREIGN) + b"\n")
+    (tmp_path / "sitecustomize.py").write_text(JUNK)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code, text = run(tmp_path, "--only", "*,plain", "--only", "*,budget:*", PYTHONPATH=path)
+    assert code == 0, text
+    found, bad = read(tmp_path / "sweep")
+    assert [(c.policy, r.status) for c, r in found.items()] == [
+        ("plain", "error"),
+        ("budget:1kB", "does not fit"),
+    ]
+    (plain, _) = found.values()
+    assert "there is no JSON object; it printed" in plain.message
+    assert "no result" in plain.message
+    assert len(bad) == text.count("warning: not a result") == len(FOREIGN)
+
+
+FOREIGN = [
+    b"a note",
+    b"\xff\xfe\x00",
+    b"17",
+    b"[]",
+    b"{}",
+    b'{"cell": {"model": "alexnet"}, "status": "ok", "values": {"seconds": 1}}',
+    b'{"cell": "alexnet", "status": "ok", "values": {"seconds": 1}, "machine": {}}',
+    b'{"cell": {"model": []}, "status": "ok", "values": {"seconds": 1}, "machine": {}}',
+    b'{"cell": {"model": "../x"}, "status": "ok", "values": {"seconds": 1}, "machine": {}}',
+    b'{"cell": {"model": "unet", "size": "9"}, "status": "error", "values": {}, "machine": {}}',
+    b'{"cell": {"model": "unet", "size": -9}, "status": "error", "values": {}, "machine": {}}',
+    b'{"cell": {"model": "unet", "what": 9}, "status": "error", "values": {}, "machine": {}}',
+    b'{"cell": {"model": "unet"}, "status": 3, "values": {"seconds": 1}, "machine": {}}',
+    b'{"cell": {"model": "unet"}, "status": "ok", "values": [], "machine": {}}',
+    b'{"cell": {"model": "unet"}, "status": "ok", "values": {}, "machine": {}}',
+    b'{"cell": {"model": "unet"}, "status": "ok", "values": {"seconds": "1"}, "machine": {}}',
+    b'{"cell": {"model": "unet"}, "status": "ok", "values": {"seconds": NaN}, "machine": {}}',
+    b'{"cell": {"model": "unet"}, "status": "ok", "values": {"seconds": 1%s}, "machine": {}}'
+    % (b"0" * 400),
+]
+
+
+@pytest.mark.parametrize("line", FOREIGN)
+def test_lines_that_are_no_results(tmp_path, line):
+    good = Result(Cell("unet"), "ok", {"seconds": 1}, {})
+    (tmp_path / "results.jsonl").write_bytes(line + b"\n")
+    append(tmp_path / "results.jsonl", good)
+    found, bad = read(tmp_path)
+    assert found == {good.cell: good}
+    assert len(bad) == 1
+    assert "results.jsonl, line 1" in bad[0]
+
+
+def test_what_programs_may_print(tmp_path):
+    """Real ones: a poem, nothing, and objects with something after them."""
+    poem = process("this", {}, 100, tmp_path)
+    assert poem[0] == "error"
+    assert "Namespaces are one honking great idea" in poem[1]["message"]
+    nothing = process("keyword", {}, 100, tmp_path)
+    assert nothing == ("error", {"message": "there is no JSON object; it printed ''"})
+    assert last_object('{"seconds": 2}\n{"seconds": 1}\n[1]\ngoodbye\n') == {"seconds": 1}
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"])
+def test_a_child_ends_with_its_parent(name):
+    """Here the child is a server, which would run for ever."""
+    code = "from experiments.child import run_child; run_child('http.server', '0', 1e6, None)"
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
+    child = os.pidfd_open(child_of(parent))
+    parent.send_signal(signal.Signals[name])
+    wait_for(child)
+    assert parent.wait(timeout=100) != 0
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGKILL", -9), ("SIGINT", 130)])
+def test_a_sweep_that_ends_takes_its_cell_with_it(tmp_path, name, code):
+    process = launch(tmp_path, "--only", "*,plain", "--config.repeats=100000")
+    cell = os.pidfd_open(child_of(process))
+    process.send_signal(signal.Signals[name])
+    wait_for(cell)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == code, text
+    assert "Traceback" not in text
+    assert read(tmp_path / "sweep") == ({}, [])
 
 
 @pytest.mark.parametrize(

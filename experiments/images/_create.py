@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,12 @@ def _temporary_name(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
+    """A write of many chunks ends with the first that fails: others may be on their way still."""
+    for _ in range(100):
+        if not path.is_dir():
+            break
+        shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.01)
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -6,6 +6,7 @@ outer schedule wins.
 
 from ._checkpoint import Pure as Pure
 from ._checkpoint import checkpoint as checkpoint
+from ._checkpoint import explain as explain
 from ._checkpoint import operations as operations
 from ._layers import BatchNorm as BatchNorm
 from ._layers import Conv as Conv

@@ -1,17 +1,21 @@
-"""`jaxtile.checkpoint` and `jaxtile.operations` for functions of NNX modules."""
+"""`jaxtile.checkpoint`, `jaxtile.explain` and `jaxtile.operations` for functions of NNX modules."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.graphlib import is_graph_node
 
-from .. import _checkpoint, _operations
-from .._errors import TilingError
+from .. import _checkpoint, _explain, _operations
 from .._targets import WHOLE
+from .._trace import call_unchanged
+
+_TAG = "jaxtile.nn.checkpoint"
 
 
 def checkpoint(
@@ -26,7 +30,9 @@ def checkpoint(
     """`jaxtile.checkpoint` of a function of NNX modules, as `nnx.remat` is of `jax.checkpoint`.
 
     What the function changes in its modules (running statistics, counts of random numbers) is
-    changed in them afterwards, as without tiles. Modules have None in `in_axes`.
+    changed in them afterwards, as without tiles. Modules and variables may be anywhere in the
+    arguments and results, also several times, and share parts; they have None in `in_axes`. A
+    module that the function closes over can be read; to change it is an error of NNX.
 
     >>> import jax.numpy as jnp
     >>> from flax import nnx
@@ -41,15 +47,29 @@ def checkpoint(
 
     @functools.wraps(fun)
     def tiled(*args: Any, **kwargs: Any) -> Any:
-        pure = Pure(fun, args, kwargs)
-        run = _checkpoint.checkpoint(
-            pure, in_axes=in_axes, tiles=tiles, policy=policy, mesh=mesh, mesh_axes=mesh_axes
-        )
-        out, changed = run(*pure.args, **pure.kwargs)
-        pure.update(changed)
-        return out
+        with nnx.update_context(_TAG):
+            pure = Pure(fun, args, kwargs, _TAG)
+            run = _checkpoint.checkpoint(
+                pure, in_axes=in_axes, tiles=tiles, policy=policy, mesh=mesh, mesh_axes=mesh_axes
+            )
+            return pure.update(*run(*pure.args, **pure.kwargs))
 
     return tiled
+
+
+def explain(fun: Callable[..., Any], *args: Any, in_axes: Any, **options: Any) -> Any:
+    """`jaxtile.explain` of what `checkpoint` does, for a function of NNX modules.
+
+    >>> import jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jaxtile import nn
+    >>> model, image = nn.BatchNorm(3, rngs=nnx.Rngs(0)), jnp.ones((1, 16, 16, 3))
+    >>> found = nn.explain(lambda m, x: m(x), model, image, in_axes=(None, (1, 2)), tiles=(4, 4))
+    >>> [region.grid for region in found.regions]
+    [(4, 4), (4, 4)]
+    """
+    pure = Pure(fun, args, {})
+    return _explain.explain(pure, *pure.args, in_axes=in_axes, **options)
 
 
 def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> _operations.Operations:
@@ -69,49 +89,88 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> _operation
 class Pure:
     """A function of modules as a function of their states.
 
-    It returns what the function returns, and the leaves of the states that it changed.
+    It returns what the function returns, and the leaves of the states that it changed. The states
+    stand where the modules stood, so `in_axes` stays what it was; a module or variable that comes
+    again has nothing in its state there. To write the changes into the modules, give the tag of an
+    `nnx.update_context`, which knows what is what inside and outside, and call `update` in it.
     """
 
-    def __init__(self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
-        functools.update_wrapper(self, fun)
-        self.fun, self.modules = fun, (args, kwargs)
-        self.graphdefs: dict[int | str, Any] = {}
-        self.args = tuple(self._split(i, a) for i, a in enumerate(args))
-        self.kwargs = {k: self._split(k, a) for k, a in kwargs.items()}
-        self.changed: list[int] = []
-
-    def _split(self, key: int | str, argument: Any) -> Any:
-        if not isinstance(argument, nnx.Pytree):
-            return argument
-        self.graphdefs[key], state = nnx.split(argument)
-        return state
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tag: Hashable | None = None,
+    ):
+        functools.update_wrapper(self, fun, updated=())
+        self.fun, self.tag = fun, tag
+        self.given, (self.args, self.kwargs) = _split((args, kwargs), tag)
+        self.modules = self.given.nodes((args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, list[jax.Array]]:
-        arguments = {**dict(enumerate(args)), **kwargs}
-        before = jax.tree.leaves([arguments[key] for key in self.graphdefs])
-        inner = {key: nnx.merge(g, arguments[key]) for key, g in self.graphdefs.items()}
-        arguments |= inner
-        out = self.fun(
-            *(arguments[i] for i in range(len(args))), **{k: arguments[k] for k in kwargs}
+        position = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((args, kwargs)))}
+        inner_args, inner_kwargs = self.given.merge((args, kwargs), self.tag, inner=True)
+        modules = self.given.nodes((inner_args, inner_kwargs))
+        before = nnx.graphdef(modules, graph=True)
+        out = call_unchanged(self.fun, inner_args, inner_kwargs, is_leaf=is_graph_node)
+        restructured = nnx.graphdef(modules, graph=True) != before
+        self.returned, (states, pure_out) = _split((modules, out), self.tag)
+        leaves, self.states = jax.tree.flatten(states)
+        given, given_states = jax.tree.flatten(self.given.nodes((args, kwargs)))
+        self.as_they_were = (
+            not restructured
+            and self.states == given_states
+            and all(a is b for a, b in zip(given, leaves, strict=True))
+            and len(self.returned.graphdefs) == len(modules)
         )
-        after = jax.tree.leaves([nnx.state(module) for module in inner.values()])
-        if len(before) != len(after):
-            raise TilingError(
-                "a function under `jaxtile.nn.checkpoint` may change the variables of its modules, "
-                "but not add or remove any"
-            )
-        self.changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a is not b]
-        return out, [after[i] for i in self.changed]
+        # A leaf that is an argument, as nearly all are, need not be a result.
+        self.kept = [position.get(id(leaf)) for leaf in leaves]
+        changed = [leaf for leaf, i in zip(leaves, self.kept, strict=True) if i is None]
+        return pure_out, changed
 
     def outputs(self, *args: Any, **kwargs: Any) -> Any:
         return self(*args, **kwargs)[0]
 
-    def update(self, leaves: list[jax.Array]) -> None:
-        """Write the changed leaves into the modules."""
-        args, kwargs = self.modules
-        modules = [args[k] if isinstance(k, int) else kwargs[k] for k in self.graphdefs]
-        flat, tree = jax.tree.flatten([nnx.state(module) for module in modules])
-        for i, leaf in zip(self.changed, leaves, strict=True):
-            flat[i] = leaf
-        for module, state in zip(modules, jax.tree.unflatten(tree, flat), strict=True):
-            nnx.update(module, state)
+    def update(self, out: Any, changed: list[jax.Array]) -> Any:
+        """Write the changes into the modules; and the result, with modules in it again."""
+        if self.as_they_were:
+            return out
+        given, new = jax.tree.leaves((self.args, self.kwargs)), iter(changed)
+        leaves = [next(new) if i is None else given[i] for i in self.kept]
+        states = jax.tree.unflatten(self.states, leaves)
+        # A variable of an outer trace must not change. To write it as it is raises before NNX
+        # takes the modules to pieces.
+        for _, x in nnx.iter_graph(self.modules, graph=True):
+            if isinstance(x, nnx.Variable):
+                x.set_raw_value(x.get_raw_value())
+        return self.returned.merge((states, out), self.tag, inner=False)[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """How a pytree with modules and variables in it was split into a pytree of their states."""
+
+    tree: Any
+    graphdefs: dict[int, nnx.GraphDef]
+    """By position in the tree, of which modules and variables are leaves."""
+
+    def nodes(self, pytree: Any) -> list[Any]:
+        flat = self.tree.flatten_up_to(pytree)
+        return [flat[i] for i in self.graphdefs]
+
+    def merge(self, pytree: Any, tag: Hashable | None, inner: bool) -> Any:
+        flat = self.tree.flatten_up_to(pytree)
+        with nnx.merge_context(tag, inner) as context:
+            for i, graphdef in self.graphdefs.items():
+                flat[i] = context.merge(graphdef, flat[i])
+        return jax.tree.unflatten(self.tree, flat)
+
+
+def _split(pytree: Any, tag: Hashable | None) -> tuple[_Split, Any]:
+    flat, tree = jax.tree.flatten(pytree, is_leaf=is_graph_node)
+    graphdefs = {}
+    with nnx.split_context(tag) as context:
+        for i, x in enumerate(flat):
+            if is_graph_node(x):
+                graphdefs[i], flat[i] = context.split(x)
+    return _Split(tree, graphdefs), jax.tree.unflatten(tree, flat)
