@@ -16,7 +16,7 @@ import numpy as np
 from ..images import ImageError
 
 IGNORED = 255
-"""In a mask: this position does not count."""
+"""In the mask of an example: this position does not count. What it is in a file, the user says."""
 
 
 class DataError(ImageError):
@@ -90,6 +90,11 @@ class Dataset:
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every example for evaluation is a whole image."""
+        return True
 
     def name(self, index: int) -> str:
         """For messages."""
