@@ -36,7 +36,7 @@ class Evaluation:
     def __init__(self, step: Step, dataset: data.Dataset, most_bytes: int):
         began = time.perf_counter()
         self.task, self.devices, self.dataset = step.task, step.devices, dataset
-        files, self.text = self._plan()
+        files, self.text = what(self.task, dataset, self.devices)
         self._counts = self._batches
         if files is None:
             batch = batch_shapes(dataset, self.task.config.eval.batch_size)
@@ -58,25 +58,28 @@ class Evaluation:
             found.append(jax.device_get(self._program(weights, *placed)))
         return found
 
-    def _plan(self) -> tuple[WholeFiles | None, str]:
-        """Whole files, if they are what is evaluated; and a text for the user."""
-        number = f"{len(self.dataset)} held-out images"
-        if self.dataset.is_whole:
-            return None, f"{number}, whole"
-        height, width = self.dataset.shape[:2]
-        window = f"the central {height} x {width} pixels of each of {number}"
-        if self.task.config.eval.size:
-            return None, f"{window}, as `eval.size` says"
-        files = WholeFiles(self.task, self.devices, self.dataset)
-        if refused := files.refused():
-            return None, f"{window}; the model does not take them whole: {refused}"
-        text, sizes = f"{number}, whole, tile by tile", len(files.sizes)
-        if sizes > _MANY_SIZES:
-            text += (
-                f". They have {sizes} sizes, each of which is compiled once; `eval.size` takes "
-                "central windows of one size instead"
-            )
-        return files, text
+
+def what(
+    task: Task, dataset: data.Dataset, devices: Devices | None = None
+) -> tuple[WholeFiles | None, str]:
+    """Whole files, if they are what is evaluated; and a text for the user."""
+    number = f"{len(dataset)} held-out image{'s' if len(dataset) > 1 else ''}"
+    if dataset.is_whole:
+        return None, f"{number}, whole"
+    height, width = dataset.shape[:2]
+    window = f"the central {height} x {width} pixels of each of {number}"
+    if task.config.eval.size:
+        return None, f"{window}, as `eval.size` says"
+    files = WholeFiles(task, devices or Devices(), dataset)
+    if refused := files.refused():
+        return None, f"{window}; the model does not take them whole: {refused}"
+    text, sizes = f"{number}, whole, tile by tile", len(files.sizes)
+    if sizes > _MANY_SIZES:
+        text += (
+            f". They have {sizes} sizes, each of which is compiled once; `eval.size` takes central "
+            "windows of one size instead"
+        )
+    return files, text
 
 
 def tile_within(

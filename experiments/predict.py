@@ -41,7 +41,7 @@ import jaxtile
 
 from .checkpoints import CheckpointError
 from .config import ConfigError
-from .data import Scale, read_bytes, read_range, value_range
+from .data import Scale, range_of, read_bytes, read_range
 from .images import Image, ImageError, create_image, open_image
 from .progress import Bar, duration
 from .task import load_trained
@@ -212,7 +212,7 @@ def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> N
             text = ",".join(given)
             raise ConfigError(f"--range={text} must be two numbers, as 0,4095") from error
     if scale is None:
-        low, high = value_range(image, lambda pixels: None)
+        low, high = range_of(image)
         if low == high:
             raise ImageError(image.path, f"all its values are {low}: --range=LOW,HIGH is needed")
         scale, origin = Scale(low, high), "the image's range: the network was trained on 8 bits"

@@ -28,7 +28,7 @@ from ._folder import Folder as Folder
 from ._listing import listing
 from ._scale import Scale as Scale
 from ._scale import read_bytes as read_bytes
-from ._scan import value_range as value_range
+from ._scan import range_of as range_of
 from ._synthetic import Cells as Cells
 from ._synthetic import Textures as Textures
 

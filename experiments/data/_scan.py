@@ -117,6 +117,12 @@ def value_range(image: Image, progress: Callable[[int], Any]) -> tuple[float, fl
     return low, high
 
 
+def range_of(image: Image) -> tuple[float, float]:
+    """The same, with progress."""
+    with _Progress(image.shape[0] * image.shape[1]) as progress:
+        return value_range(image, progress)
+
+
 def windows(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, slice]]:
     """Windows that cover an image, made of whole blocks where these are not too large.
 
