@@ -15,6 +15,7 @@ import tifffile
 from experiments import data
 from experiments.config import base
 from experiments.evaluation import Evaluation, what
+from experiments.predict import load_network
 from experiments.step import Step, batch_shapes, make_optimiser
 from experiments.task import Task
 from experiments.train import load_data
@@ -192,7 +193,7 @@ def test_many_sizes_are_said(tmp_path):
     assert "They have 17 sizes, each of which is compiled once; `eval.size` takes" in text
 
 
-def launch_two(workdir, *arguments):
+def launch(workdir, processes, *arguments):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
@@ -202,34 +203,53 @@ def launch_two(workdir, *arguments):
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
     }
     command = [sys.executable, "-m", "experiments.train", "--config=tests/tiny_config.py"]
-    shared = [f"--workdir={workdir}", f"--coordinator={address}", "--processes=2", *arguments]
-    processes = [
+    command += [f"--workdir={workdir}", "--config.train.steps=2", *arguments]
+    shared = [f"--coordinator={address}", f"--processes={processes}"]
+    started = [
         subprocess.Popen(
-            [*command, *shared, f"--process={i}"],
+            [*command, *([*shared, f"--process={i}"] if processes > 1 else [])],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for i in range(2)
+        for i in range(processes)
     ]
-    texts = [process.communicate(timeout=300)[0] for process in processes]
-    return [process.returncode for process in processes], texts
+    texts = [process.communicate(timeout=600)[0] for process in started]
+    return [process.returncode for process in started], texts
 
 
-def test_two_processes_share_the_files(folder, tmp_path):
-    """One looks at the files for both; an error that it finds ends both with the same sentence."""
-    more = ["--config.data.kind=folder", f"--config.data.path={folder}", "--config.train.steps=2"]
-    codes, texts = launch_two(tmp_path / "bad", *more)
+def test_an_error_in_a_mask_ends_all_processes(folder, tmp_path):
+    """One looks at the files for both, and both say what it found."""
+    more = ["--config.data.kind=folder", f"--config.data.path={folder}"]
+    codes, texts = launch(tmp_path / "run", 2, *more)
     assert codes == [1, 1], texts
-    assert all("0.tif: holds 10 (" in text and "`data.mask_values`" in text for text in texts)
-    more += ["--config.data.classes=3", "--config.data.mask_values=(10,20,30)"]
-    codes, texts = launch_two(tmp_path / "run", *more, "--config.data.ignored=99")
-    assert codes == [0, 0], texts
-    assert "values from " in texts[0]
-    assert "whole, tile by tile" in texts[0]
+    for text in texts:
+        assert "error: " in text
+        assert "0.tif: holds 10 (" in text
+        assert "`data.mask_values`" in text
+        assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_says_what_it_found_and_evaluated(folder, tmp_path, processes):
+    """With two processes, they share the files. Class 3 is in no mask."""
+    more = ["--config.data.kind=folder", f"--config.data.path={folder}", "--config.data.classes=4"]
+    more += ["--config.data.mask_values=(10,20,30,40)", "--config.data.ignored=99"]
+    codes, texts = launch(tmp_path / "run", processes, *more)
+    assert codes == [0] * processes, texts
+    text, image = texts[0], tifffile.imread(folder / "train/images/0.tif")
+    assert f"values from {image.min()} to {image.max()} become 8 bits" in text
+    assert "warning: no training pixel is of class 3" in text
+    assert "evaluation of 3 held-out images, whole, tile by tile" in text
     masks = [tifffile.imread(folder / f"eval/masks/{i}.tif") for i in range(3)]
-    counted = [sum(int((mask == v).sum()) for mask in masks) for v in (10, 20, 30)]
+    counted = [sum(int((mask == v).sum()) for mask in masks) for v in (10, 20, 30, 40)]
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["quality"]["counted"] == counted
+    assert "whole, tile by tile" in summary["evaluated"]
+    written = (tmp_path / "run/summary.txt").read_text()
+    assert f"{sum(counted):,} pixels counted (per class" in written
+    assert "warning    none of the" in written
+    scale = load_network(tmp_path / "run").scale
+    assert (scale.low, scale.high) == (image.min(), image.max())
