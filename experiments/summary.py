@@ -56,7 +56,9 @@ def write(
     }
     write_atomically(workdir.path / "summary.json", json.dumps(found, indent=1) + "\n")
     drawn = draw(workdir, step, policy, lines, evaluation, weights)
-    text = as_text(found, step, program, drawn, workdir)
+    scale = evaluation.dataset.scale
+    cut = scale.beyond() if scale is not None else None
+    text = as_text(found, step, program, drawn, workdir, [f"warning: {cut}"] if cut else [])
     write_atomically(workdir.path / "summary.txt", text + "\n")
     return text
 
@@ -108,14 +110,14 @@ def draw(workdir, step: Step, policy, lines, evaluation, weights: Weights) -> li
     return ["loss.png", "predictions.png", *(["tiles.png"] if tiled else [])]
 
 
-def as_text(found: dict[str, Any], step, program, drawn: list[str], workdir: Workdir) -> str:
+def as_text(found: dict[str, Any], step, program, drawn, workdir, warnings: list[str]) -> str:
     size, best = found["bytes"], found["best"]
     plain, which = (
         (size["plain_predicted"], "predicted")
         if size["plain_compiled"] is None
         else (size["plain_compiled"], "compiled")
     )
-    counted, *warnings = step.task.describe_counts(found["quality"])
+    counted, *more = step.task.describe_counts(found["quality"])
     rows = [
         (
             "quality",
@@ -125,7 +127,7 @@ def as_text(found: dict[str, Any], step, program, drawn: list[str], workdir: Wor
             "evaluated",
             f"{found['evaluated']}; {counted}",
         ),
-        *(tuple(warning.split(": ", 1)) for warning in warnings),
+        *(tuple(warning.split(": ", 1)) for warning in (*more, *warnings)),
         (
             "best",
             f"{step.task.quality} {best['quality']:.4f} after step {best['step']}" if best else "-",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from typing import Any
 
 import jax
@@ -26,6 +27,8 @@ from .hosts import Devices
 from .images import Image, ImageError
 from .predict import Map, Network, Pixels, PredictionError
 from .task import Counts, Task, Weights
+
+_SECONDS_BETWEEN_LINES = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +44,8 @@ class _Network(Network):
 
 
 class WholeFiles:
+    """Counts of each file of a folder, given weights."""
+
     def __init__(self, task: Task, devices: Devices, folder: data.Folder):
         self.task, self.devices, self.folder = task, devices, folder
         self.sizes = sorted({header.size for header in folder.headers})
@@ -80,6 +85,7 @@ class WholeFiles:
             here = jax.local_devices()[0]
             weights = jax.tree.map(lambda x: jax.device_put(np.asarray(x), here), weights)
         mine = range(len(self.folder))[jax.process_index() :: self.devices.processes]
+        self._said = time.monotonic()
         text = json.dumps({index: self._try(index, weights, tile) for index in mine})
         found: dict[int, Any] = {}
         for part in self.devices.gathered(text):
@@ -107,17 +113,24 @@ class WholeFiles:
         try:
             with self.folder.opened(index) as (image, label):
                 of = self._segmented if self.task.segments else self._classified
-                counts = of(weights, image, label, tile)
+                counts = of(weights, image, label, tile, lambda *tiles: self._say(index, *tiles))
         except ImageError as error:
             return {"error": [str(error.path), error.reason]}
         return {name: np.asarray(value).tolist() for name, value in counts._asdict().items()}
 
-    def _segmented(self, weights: Weights, image: Image, mask: Any, tile: int) -> Counts:
+    def _say(self, index: int, done: int, tiles: int) -> None:
+        """Progress, if it takes long."""
+        if time.monotonic() - self._said > _SECONDS_BETWEEN_LINES:
+            self._said = time.monotonic()
+            where = f"file {index + 1} of {len(self.folder)}, tile {done} of {tiles}"
+            print(f"evaluation: {where}", flush=True)
+
+    def _segmented(self, weights: Weights, image: Image, mask: Any, tile: int, progress) -> Counts:
         area = Map.of(self.network, image.shape)
         run = self._program(self._compare, area.padded, area.size, tile)
         pixels = Pixels(image, area.padded, self.channels, self.folder.scale)
         pairs, losses = _Pairs(self.classes), _Sum()
-        run(weights, pixels, _Labels(mask, area), out=(pairs, losses))
+        run(weights, pixels, _Labels(mask, area), out=(pairs, losses), progress=progress)
         counted = pairs.counts.sum()
         return Counts(
             losses.total / max(1, counted),
@@ -137,11 +150,13 @@ class WholeFiles:
         losses = jax.nn.logsumexp(scores, -1) - jnp.where(is_label, scores, 0).sum(-1)
         return jnp.where(counts, pairs, self.classes**2), jnp.where(counts, losses, 0)
 
-    def _classified(self, weights: Weights, image: Image, label: int, tile: int) -> Counts:
+    def _classified(
+        self, weights: Weights, image: Image, label: int, tile: int, progress
+    ) -> Counts:
         size = image.shape[:2]
         run = self._program(lambda w, x: self.task.scores(w, x)[0], size, size, tile)
         pixels = Pixels(image, size, self.channels, self.folder.scale)
-        scores = np.asarray(run(weights, pixels), np.float64)
+        scores = np.asarray(run(weights, pixels, progress=progress), np.float64)
         predicted, true = np.eye(self.classes, dtype=int)[[scores.argmax(), label]]
         loss = np.logaddexp.reduce(scores) - scores[label]
         return Counts(loss, 1, predicted * true, predicted, true)

@@ -625,7 +625,7 @@ def test_windows_of_a_scan_cover_the_image_once(shape, block, most):
 
 def test_a_long_scan_shows_its_progress(masks, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(_scan, "_QUIET_SECONDS", -1)
-    tifffile.imwrite(masks / "images/4.tif", np.zeros((1100, 1000), np.uint8))
-    save(masks / "masks/4.png", np.zeros((1100, 1000), np.uint8))
+    tifffile.imwrite(masks / "images/4.tif", np.zeros((2500, 2000), np.uint8))
+    save(masks / "masks/4.png", np.zeros((2500, 2000), np.uint8))
     examined(masks, tmp_path / "run")
-    assert "megapixels of files looked at 1/2" in capsys.readouterr().out
+    assert "megapixels of files looked at 5/5" in capsys.readouterr().out

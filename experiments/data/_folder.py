@@ -19,7 +19,7 @@ import numpy as np
 from ..images import Image, ImageError, open_image
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
-from ._scale import Scale, read_bytes
+from ._scale import read_bytes
 
 _OPEN_IMAGES = 8
 """Kept open by each thread, with the parts of them that were decoded last."""
@@ -43,7 +43,6 @@ class Folder(Dataset):
     Attributes:
       items: the files, and their masks or classes.
       headers: of the images.
-      scale: of values that are not of 8 bits; `examine` finds it out.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Folder(Dataset):
         on_bad_file: str = "error",
     ):
         self.path, self.geometry, self.masks = found.path, geometry, found.masks
-        self.scale: Scale | None = None
         self.mask_values = tuple(mask_values or range(classes))
         self.ignored_values = tuple(ignored_values)
         if len(self.mask_values) != classes or len(set(self.mask_values)) != classes:

@@ -55,7 +55,7 @@ def scan(jobs: Sequence[Job], kept: Path | None, threads: int) -> dict[Path, Fou
         else:
             new.append(job)
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(open(kept, "a")) if new and kept is not None else None
+        file = _opened(kept, stack) if new else None
         progress = stack.enter_context(_Progress(sum(job.pixels for job in new)))
         pool = stack.enter_context(ThreadPoolExecutor(threads, "scan"))
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
@@ -156,9 +156,10 @@ class _Progress:
                 raise CancelledError
             self.done += pixels
             if self.bar is None and time.monotonic() - self.began > _QUIET_SECONDS:
-                total = math.ceil(self.pixels / 1e6)
-                self.bar = Bar("megapixels of files looked at", total, every=max(1, total // 10))
-            if self.bar is not None:
+                total, start = (int(n / 1e6) for n in (self.pixels, self.done))
+                every = max(1, total // 10)
+                self.bar = Bar("megapixels of files looked at", total, start=start, every=every)
+            elif self.bar is not None:
                 self.bar.advance(count=int(self.done / 1e6) - self.bar.done)
 
     def stop(self) -> None:
@@ -193,11 +194,17 @@ def _read_kept(kept: Path | None) -> dict[tuple[str, str], tuple[list[int], Foun
     return known
 
 
+def _opened(kept: Path | None, stack: contextlib.ExitStack) -> Any:
+    with contextlib.suppress(OSError):
+        return None if kept is None else stack.enter_context(open(kept, "a"))
+
+
 def _keep(file: Any, job: Job, state: list[int], found: Found) -> None:
     pairs = list(found.items()) if isinstance(found, dict) else list(found)
     line = {"file": str(job.path.absolute()), "kind": job.kind, "state": state, "found": pairs}
-    file.write(f"\n{json.dumps(line)}\n")  # a line that a killed process left may have no end
-    file.flush()
+    with contextlib.suppress(OSError):  # what cannot be kept is looked at again
+        file.write(f"\n{json.dumps(line)}\n")  # a line that a killed process left may have no end
+        file.flush()
 
 
 def _from_json(kind: str, found: Any) -> Found:

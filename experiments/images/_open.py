@@ -142,6 +142,13 @@ def free_memory() -> int | None:
             Path("/sys/fs/cgroup", f"memory.{n}").read_text() for n in ("max", "current")
         )
         found.append(int(most) - int(taken))
+    with contextlib.suppress(OSError, ImportError):
+        import resource
+
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if most != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            found.append(most - pages * resource.getpagesize())
     return min(found, default=None)
 
 
