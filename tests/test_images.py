@@ -319,6 +319,19 @@ def test_a_zarr_chunk_beyond_memory(tmp_path, driver):
         open_image(path)
 
 
+def test_large_zarr_chunks_are_read_if_there_is_memory_for_all(tmp_path, monkeypatch):
+    array = values(40, 50)
+    with create_image(tmp_path / "a.zarr", (1024, 1024), np.uint8) as image:
+        image[500:540, 500:550] = array
+    image = open_image(tmp_path / "a.zarr")
+    monkeypatch.setattr(_open, "_LARGE", 1)
+    np.testing.assert_array_equal(image[500:540, 500:550][..., 0], array)
+    monkeypatch.setattr(_open, "free_memory", lambda: 6 * 512 * 512)
+    assert image[0:512, 0:1024].shape == (512, 1024, 1), "two chunks fit"
+    with pytest.raises(ImageError, match=r"a\.zarr: .* this window needs 4 of them"):
+        image[511:513, 511:513]
+
+
 def test_blocks_are_what_is_decoded_at_once(tmp_path):
     for name, write, block in [
         ("a.npy", np.save, (1, 50)),

@@ -18,6 +18,11 @@ from ._tiff import open_tiff
 LARGEST_WHOLE = 2**28
 """Pixels of a PNG or JPEG, which is decoded whole."""
 
+_LARGE = (
+    2**28
+)  # bytes of chunks: such reads wait for each other, and look at the memory that is left
+_one_large_read = threading.Lock()
+
 _PILLOW_READERS = {
     ".png": ("PngImagePlugin", "PngImageFile"),
     ".jpg": ("JpegImagePlugin", "JpegImageFile"),
@@ -114,20 +119,33 @@ def _open_zarr(path: Path) -> Image:
     except Exception as error:
         raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
     chunk = array.chunk_layout.read_chunk.shape
-    _check_chunk(path, chunk, dtype)
-    read = lambda window: _cut(array, window).read().result()  # noqa: E731
+    _check_memory(path, chunk, dtype, 1)
+
+    def read(window: Window) -> np.ndarray:
+        y0, y1, x0, x1 = window
+        touched = _parts(y0, y1, chunk[0]) * _parts(x0, x1, chunk[1])
+        if touched * math.prod(chunk) * dtype.itemsize < _LARGE:
+            return _cut(array, window).read().result()
+        with _one_large_read:
+            _check_memory(path, chunk, dtype, touched)
+            return _cut(array, window).read().result()
+
     return Image(path, array.shape, dtype, read, block=chunk[:2])
 
 
-def _check_chunk(path: Path, chunk: Sequence[int], dtype: np.dtype) -> None:
-    """A chunk is decoded whole; where there is no memory for it, tensorstore ends the program."""
+def _parts(start: int, stop: int, size: int) -> int:
+    return -(-stop // size) - start // size
+
+
+def _check_memory(path: Path, chunk: Sequence[int], dtype: np.dtype, touched: int) -> None:
+    """Chunks are decoded whole; where there is no memory for them, tensorstore ends the program."""
     size, free = math.prod(chunk) * dtype.itemsize, free_memory()
-    if free is not None and size > free // 2:  # what is decoded is copied once
+    if free is not None and touched * size > free // 2:  # what is decoded is copied once
         raise ImageError(
             path,
             f"its chunks, {' x '.join(map(str, chunk))} of {dtype}, take {size / 2**30:.1f} GiB "
-            f"each, and a window needs a whole one; {free / 2**30:.1f} GiB of memory are free. "
-            "Save it with smaller chunks, as 512 x 512",
+            f"each, and this window needs {touched} of them; {free / 2**30:.1f} GiB of memory are "
+            "free. Save it with smaller chunks, as 512 x 512",
         )
 
 
