@@ -97,6 +97,10 @@ def test_segmentation_without_padding(tmp_path, capsys):
 def test_values_that_are_not_of_8_bits(tmp_path, capsys):
     """By the range of training, by the image's own, or by what the command says; it is printed."""
     scores = trained(tmp_path / "run", colours=1, channels=4, depth=1, padding="SAME")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    for name in ("range", "ignored", "files_outside"):  # of a run of an earlier version
+        del config["data"][name]
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
     values = image_file(tmp_path / "image.tif", 24, 20, 1, np.uint16) // 20  # up to 3276
     with create_image(tmp_path / "image.tif", values.shape, np.uint16) as image:
         image[:24, :20] = values

@@ -49,12 +49,12 @@ class Scale:
         if (self.lowest, self.highest) == (self.low, self.high):
             return None
         return (
-            f"values from {self.lowest:g} to {self.highest:g} were met, and what lies beyond "
+            f"values from {self.lowest:.10g} to {self.highest:.10g} were met, and what lies beyond "
             f"{self} was cut"
         )
 
     def __str__(self) -> str:
-        return f"{self.low:g} to {self.high:g}"
+        return f"{self.low:.10g} to {self.high:.10g}"
 
 
 def colours(values: np.ndarray) -> np.ndarray:
