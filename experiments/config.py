@@ -55,6 +55,9 @@ def base(model: str, **options: Any) -> ConfigDict:
                 "channels": 1,
                 "classes": 2,
                 "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
+                "ignored": (),  # values of masks that do not count, as (255,)
+                "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
+                "files_outside": False,  # labels.csv may name files outside its folder
                 "train_images": 64,
                 "eval_images": 8,
                 "eval_fraction": 0.2,  # of a folder without train/ and eval/
@@ -77,7 +80,8 @@ def base(model: str, **options: Any) -> ConfigDict:
             },
             "eval": {
                 "every": 50,  # steps; 0: only at the end
-                "batch_size": 1,
+                "size": 0,  # of the central window of each held-out file; 0: whole images
+                "batch_size": 1,  # of windows; whole files are evaluated one by one
                 "tile": 1024,  # positions along a tile of the evaluation
                 "batch_statistics": False,  # norms use the image's own, as in training
             },
@@ -135,8 +139,22 @@ def check(config: ConfigDict) -> None:
         )
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
     _require(config, "data.classes", lambda n: 2 <= n <= 255, "be from 2 to 255")
-    _require(config, "data.size", lambda n: n >= 0, "not be negative; 0: whole images")
+    for name in ("data.size", "eval.size"):
+        _require(config, name, lambda n: n >= 0, "not be negative; 0: whole images")
+    for name in ("data.mask_values", "data.ignored"):
+        _require(config, name, lambda t: all(type(v) is int for v in t), "be integers")
+    _require(
+        config,
+        "data.range",
+        lambda t: not t or (len(t) == 2 and -math.inf < t[0] < t[1] < math.inf),
+        "be a smaller and a larger number, as (0, 4095), or () for the range that is found",
+    )
     _require(config, "seed", lambda n: 0 <= n < 2**31, "be at least 0 and less than 2**31")
+    if config.eval.size and config.data.kind != "folder":
+        raise ConfigError(
+            f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
+            "`data.size` pixels, and are evaluated whole"
+        )
     if config.data.kind == "folder" and not config.data.path:
         raise ConfigError("`data.kind` is 'folder', so `data.path` must name one")
     try:

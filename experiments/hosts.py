@@ -18,6 +18,7 @@ import pathlib
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -151,6 +152,25 @@ class Devices:
     def from_first(self, tree: Any) -> Any:
         """The first process's numbers, in all of them."""
         return tree if self.processes == 1 else multihost_utils.broadcast_one_to_all(tree)
+
+    def made_by_first(self, make: Callable[[], str]) -> str:
+        """A text that the first process makes, in all of them."""
+        if self.processes == 1:
+            return make()
+        text = make().encode() if self.is_first else b""
+        size = int(self.from_first(np.array(len(text), np.int32)))
+        letters = np.frombuffer(text, np.uint8) if self.is_first else np.zeros(size, np.uint8)
+        return np.asarray(self.from_first(letters)).astype(np.uint8).tobytes().decode()
+
+    def gathered(self, text: str) -> list[str]:
+        """The texts of all processes."""
+        if self.processes == 1:
+            return [text]
+        sizes = multihost_utils.process_allgather(np.array(len(text.encode()), np.int32))
+        letters = np.zeros(sizes.max(), np.uint8)
+        letters[: len(text.encode())] = np.frombuffer(text.encode(), np.uint8)
+        found = np.asarray(multihost_utils.process_allgather(letters))
+        return [row[:n].tobytes().decode() for row, n in zip(found, sizes, strict=True)]
 
     def check_alike(self, settings: str) -> None:
         """Refuse in all processes if they were not started with the same settings."""

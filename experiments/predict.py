@@ -14,7 +14,9 @@ Some networks do not take every size: a U-Net that halves the image four times t
 16. Then the image is continued at the bottom and on the right by copies of its last row and column,
 to the next size that fits. The result is that of the network on that image, cropped again.
 
-Pixels become 8 bits and as many channels as the network has, by the rules of the training data.
+Pixels become 8 bits and as many channels as the network has, by the rules of the training data:
+values that are not of 8 bits by the range of the training images. If these were of 8 bits, it is
+the image's own range, which takes one more pass over it, or what `--range=0,4095` says.
 
 Whatever ends it before the end (an error, a full disk, Ctrl-C, SIGTERM, SIGHUP), a result that is
 not whole is removed.
@@ -43,7 +45,7 @@ import jaxtile
 
 from .checkpoints import CheckpointError
 from .config import ConfigError
-from .data._folder import as_bytes
+from .data import Scale, range_of, read_bytes, read_range
 from .images import Image, ImageError, create_image, open_image
 from .progress import Bar, duration
 from .task import load_trained
@@ -69,6 +71,8 @@ class Network:
     classes: Sequence[str]
     output_size: Callable[[int], int] | None
     """Of the map of scores, along an axis of the image; None: there is no map."""
+    scale: Scale | None = None
+    """Of pixels that are not of 8 bits."""
 
     def size_error(self, height: int, width: int) -> str | None:
         """Why it does not take an image of this size."""
@@ -92,8 +96,10 @@ class Pixels:
 
     dtype = np.dtype(np.uint8)
 
-    def __init__(self, image: Image, size: tuple[int, int], channels: int):
-        self.image, self.shape = image, (1, *size, channels)
+    def __init__(
+        self, image: Image, size: tuple[int, int], channels: int, scale: Scale | None = None
+    ):
+        self.image, self.shape, self.scale = image, (1, *size, channels), scale
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
         # Beyond the image's last row and column there is that row and column again.
@@ -105,7 +111,7 @@ class Pixels:
             (0, (p.stop - p.start) - (q.stop - q.start))
             for p, q in zip(place[1:3], inside, strict=True)
         ]
-        values = as_bytes(self.image[tuple(inside)], self.shape[3])
+        values = read_bytes(self.image, inside, self.shape[3], self.scale)
         return np.pad(values, (*missing, (0, 0)), mode="edge")[None]
 
 
@@ -172,7 +178,7 @@ def segment(
     with _writing(out):
         created = create_image(out, shape, probabilities or classes)
     with created as written:
-        source = Pixels(image, area.padded, network.channels)
+        source = Pixels(image, area.padded, network.channels, network.scale)
         run(network.weights, source, out=Unbatched(written), progress=progress)
     return area
 
@@ -202,17 +208,35 @@ def classify(
         in_axes=(None, (1, 2)),
         tiles=tuple(math.ceil(n / tile) for n in size),
     )
-    return np.asarray(
-        run(network.weights, Pixels(image, size, network.channels), progress=progress)
-    )
+    source = Pixels(image, size, network.channels, network.scale)
+    return np.asarray(run(network.weights, source, progress=progress))
 
 
 def check_image(image: Image) -> None:
     """Raise an error for what training refuses too."""
     if image.shape[2] > 4:
         raise ImageError(image.path, f"has {image.shape[2]} channels, where at most 4 can be")
-    if image.dtype not in (np.uint8, np.uint16):
-        raise ImageError(image.path, f"its values are {image.dtype}; convert them to uint8")
+
+
+def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> Network:
+    """The network with the range that it takes this image's pixels by, which is printed."""
+    if image.dtype == np.uint8:
+        return network
+    scale, origin = network.scale, "the range of the training images"
+    if given:
+        try:
+            low, high = map(float, given)
+            scale, origin = Scale(low, high), "as --range says"
+        except ValueError as error:
+            text = ",".join(given)
+            raise ConfigError(f"--range={text} must be two numbers, as 0,4095") from error
+    if scale is None:
+        low, high = range_of(image)
+        if low == high:
+            raise ImageError(image.path, f"all its values are {low}: --range=LOW,HIGH is needed")
+        scale, origin = Scale(low, high), "the image's range: the network was trained on 8 bits"
+    print(f"{image.dtype}: values from {scale} become 8 bits, {origin}", flush=True)
+    return dataclasses.replace(network, scale=scale)
 
 
 def load_network(workdir: str | os.PathLike) -> Network:
@@ -221,7 +245,11 @@ def load_network(workdir: str | os.PathLike) -> Network:
     data = trained.config.data
     names = [str(i) for i in range(data.classes)]
     task = trained.task
-    return Network(task.scores, trained.weights, data.channels, names, task.output_size)
+    limits = read_range(pathlib.Path(workdir)) or data.get("range")
+    return Network(
+        *(task.scores, trained.weights, data.channels, names, task.output_size),
+        Scale(*limits) if limits else None,
+    )
 
 
 def define_flags() -> None:
@@ -229,6 +257,7 @@ def define_flags() -> None:
     flags.DEFINE_string("image", None, ".tif, .npy, .zarr, .png or .jpg", required=True)
     flags.DEFINE_string("out", None, ".tif, .npy or .zarr; .json for a class", required=True)
     flags.DEFINE_integer("tile", 1024, "pixels of the result along a tile", lower_bound=1)
+    flags.DEFINE_list("range", None, "values that become 0 and 255, if they are not of 8 bits")
     flags.DEFINE_bool("probabilities", False, "write the probabilities of all classes")
     flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "of probabilities")
 
@@ -295,6 +324,8 @@ def _run(options: Any) -> None:
     with contextlib.ExitStack() as stack:
         image = stack.enter_context(open_image(options.image))
         network = load_network(options.workdir)
+        check_image(image)
+        network = with_scale(network, image, options.range)
         progress = stack.enter_context(_Tiles())
         began = time.perf_counter()
         if network.output_size is None:
@@ -307,6 +338,8 @@ def _run(options: Any) -> None:
                 network, image, out, tile=options.tile, probabilities=dtype, progress=progress
             )
             print(f"{out}: {_times(area.size)} pixels{_where(area, image.shape)}")
+        if network.scale is not None and (cut := network.scale.beyond()):
+            print(f"warning: {cut}")
         seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:2]) / 1e6
         print(
             f"{pixels:.1f} megapixels in {duration(seconds)}, compilation included: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,10 @@ import policies
 from policies import format_bytes
 
 from .config import ConfigError
+from .data import Dataset
 from .device_memory import Peak
 from .hosts import Devices
-from .task import Counts, Task, Weights, metrics
-
-_SMALLEST_TILE = 128  # pixels along a side: below, tiles are mostly halo
+from .task import Task, Weights
 
 
 class State(NamedTuple):
@@ -75,6 +74,15 @@ def make_optimiser(config: ConfigDict) -> tuple[optax.GradientTransformation, op
     }[train.optimiser]()
     clip = optax.clip_by_global_norm(train.clip_norm) if train.clip_norm else optax.identity()
     return optax.chain(clip, optimiser), rate
+
+
+def batch_shapes(dataset: Dataset, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of images and labels."""
+    label = jnp.uint8 if dataset.label_shape else jnp.int32
+    return (
+        jax.ShapeDtypeStruct((size, *dataset.shape), jnp.uint8),
+        jax.ShapeDtypeStruct((size, *dataset.label_shape), label),
+    )
 
 
 class Step:
@@ -190,46 +198,18 @@ def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
 
 
 class Program:
-    """The compiled step and evaluation of a run, and the bytes of the step."""
+    """The compiled step of a run, and its bytes."""
 
-    def __init__(self, step: Step, policy: Any, eval_batch: Any):
+    def __init__(self, step: Step, policy: Any):
         began = time.perf_counter()
         traced = step.traced(policy)
-        self.task, self.devices = step.task, step.devices
+        self.devices = step.devices
         # What a mesh's devices hold is not predicted yet.
         self.predicted = predicted_bytes(traced) if self.devices.mesh is None else None
         self.step = traced.lower().compile()
         self.bytes = jaxtile.Bytes.of(self.step).total
-        self._evaluate = self._evaluation(step, eval_batch).lower().compile()
         self.compile_seconds = time.perf_counter() - began
         self.peak = Peak()
-
-    def _evaluation(self, step: Step, batch: Any) -> Any:
-        """In tiles so small that it takes no more memory than a step, if there are such tiles."""
-        shape, self.eval_tile = batch[0].shape, self.task.config.eval.tile
-        state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.state))
-        weights = self.devices.typed(step.state.weights, replicated=True)
-        placed = self.devices.typed(batch, replicated=False)
-        while True:
-            evaluation = self.task.evaluation(shape, self.eval_tile, self.devices)
-            traced = jax.jit(evaluation, out_shardings=self.devices.replicated).trace(
-                weights, *placed
-            )
-            if self.devices.mesh is not None:
-                return traced
-            images = batch[0].size + batch[1].size * batch[1].dtype.itemsize
-            needed = state + images + jaxtile.predict_memory(traced.jaxpr).bytes.temporaries
-            if needed <= self.bytes or self.eval_tile < 2 * _SMALLEST_TILE:
-                return traced
-            self.eval_tile //= 2
-
-    def evaluate(self, weights: Weights, batches: Iterable[Any]) -> dict[str, Any]:
-        """Metrics over all batches."""
-        found: list[Counts] = []
-        for batch in batches:
-            placed = map(self.devices.placed, (batch.images, batch.labels))
-            found.append(jax.device_get(self._evaluate(weights, *placed)))
-        return metrics(found)
 
     def bytes_text(self) -> str:
         """Of a step; on a mesh, of each device."""

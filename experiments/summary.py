@@ -11,13 +11,15 @@ import numpy as np
 import jaxtile
 from policies import format_bytes
 
-from . import data, pictures
+from . import pictures
 from .device_memory import memory_of_device
+from .evaluation import Evaluation
 from .step import Program, Step, predicted_bytes
 from .task import Weights
 from .workdir import Workdir, write_atomically
 
 _EXAMPLES = 3  # in the picture of predictions
+_QUALITY = ("loss", "accuracy", "mean_iou", "mean_dice", "iou", "counted")
 
 
 def write(
@@ -27,7 +29,7 @@ def write(
     policy: Any,
     record: dict[str, Any],
     skipped: dict[str, str],
-    dataset: data.Dataset,
+    evaluation: Evaluation,
     weights: Weights,
 ) -> str:
     """Write `summary.json`, the pictures and `summary.txt`, which it returns."""
@@ -37,7 +39,8 @@ def write(
     plain_predicted, plain_compiled = plain_bytes(step)
     found = {
         "step": last["step"],
-        "quality": {k: last[k] for k in ("loss", "accuracy", "mean_iou", "mean_dice", "iou")},
+        "quality": {k: last[k] for k in _QUALITY},
+        "evaluated": evaluation.text,
         "best": record["best"],
         "policy": step.task.config.policy,
         "bytes": {
@@ -52,8 +55,10 @@ def write(
         "skipped_files": len(skipped),
     }
     write_atomically(workdir.path / "summary.json", json.dumps(found, indent=1) + "\n")
-    drawn = draw(workdir, step, program, policy, lines, dataset, weights)
-    text = as_text(found, step, program, drawn, workdir)
+    drawn = draw(workdir, step, policy, lines, evaluation, weights)
+    scale = evaluation.dataset.scale
+    cut = scale.beyond() if scale is not None else None
+    text = as_text(found, step, program, drawn, workdir, [f"warning: {cut}"] if cut else [])
     write_atomically(workdir.path / "summary.txt", text + "\n")
     return text
 
@@ -80,13 +85,13 @@ def speed(workdir: Workdir) -> dict[str, float]:
     return {name: float(np.median([line[name] for line in lines])) for name in names if lines}
 
 
-def draw(workdir, step: Step, program, policy, lines, dataset, weights: Weights) -> list[str]:
+def draw(workdir, step: Step, policy, lines, evaluation, weights: Weights) -> list[str]:
     """The pictures; returns their names."""
-    task = step.task
+    task, dataset = step.task, evaluation.dataset
     pictures.loss_curve(lines, task.quality, workdir.path / "loss.png")
     count = min(_EXAMPLES, len(dataset))
     examples = [dataset.example(i, None) for i in range(count)]
-    predict = jax.jit(task.prediction((1, *dataset.shape), program.eval_tile))
+    predict = jax.jit(task.prediction((1, *dataset.shape), evaluation.tile))
     rows = [
         (image, label, np.asarray(predict(weights, image[None]))[0]) for image, label in examples
     ]
@@ -105,18 +110,24 @@ def draw(workdir, step: Step, program, policy, lines, dataset, weights: Weights)
     return ["loss.png", "predictions.png", *(["tiles.png"] if tiled else [])]
 
 
-def as_text(found: dict[str, Any], step, program, drawn: list[str], workdir: Workdir) -> str:
+def as_text(found: dict[str, Any], step, program, drawn, workdir, warnings: list[str]) -> str:
     size, best = found["bytes"], found["best"]
     plain, which = (
         (size["plain_predicted"], "predicted")
         if size["plain_compiled"] is None
         else (size["plain_compiled"], "compiled")
     )
+    counted, *more = step.task.describe_counts(found["quality"])
     rows = [
         (
             "quality",
             step.task.describe(found["quality"]),
         ),
+        (
+            "evaluated",
+            f"{found['evaluated']}; {counted}",
+        ),
+        *(tuple(warning.split(": ", 1)) for warning in (*more, *warnings)),
         (
             "best",
             f"{step.task.quality} {best['quality']:.4f} after step {best['step']}" if best else "-",
@@ -144,4 +155,4 @@ def as_text(found: dict[str, Any], step, program, drawn: list[str], workdir: Wor
     if found["skipped_files"]:
         rows.append(("skipped", f"{found['skipped_files']} bad files"))
     rows.append(("pictures", ", ".join(str(workdir.path / name) for name in drawn)))
-    return "\n".join(f"{name:9} {text}" for name, text in rows)
+    return "\n".join(f"{name:10} {text}" for name, text in rows)

@@ -124,7 +124,7 @@ class Task:
         """Metrics in one line."""
 
         def text(value: float | None) -> str:
-            return "-" if value is None else f"{value:.4f}"
+            return "none" if value is None else f"{value:.4f}"
 
         line = f"loss {text(result['loss'])}, accuracy {text(result['accuracy'])}"
         if not self.segments:
@@ -132,6 +132,20 @@ class Task:
         per_class = " ".join(map(text, result["iou"]))
         mean, dice = text(result["mean_iou"]), text(result["mean_dice"])
         return f"{line}, mean IoU {mean} (per class {per_class}), mean Dice {dice}"
+
+    def describe_counts(self, result: dict[str, Any]) -> list[str]:
+        """What the metrics are made of: how often each class was there; and warnings."""
+        unit, counted = "pixels" if self.segments else "images", result["counted"]
+        number = f"{sum(counted):,} {unit}"
+        per_class = " ".join(f"{n:,}" for n in counted)
+        lines = [f"{number} counted (per class {per_class})"]
+        absent = [str(c) for c, n in enumerate(counted) if n == 0]
+        if absent:
+            lines.append(
+                f"warning: none of the {number} is of class {', '.join(absent)}: the "
+                f"{'mean IoU' if self.segments else 'accuracy'} says nothing about it"
+            )
+        return lines
 
     def in_axes(self, leading: int) -> tuple[Any, ...]:
         """Which axes are tiled, after so many arguments that are not: images, then labels."""
@@ -144,7 +158,8 @@ class Task:
         if math.prod(shape[:3]) >= _MOST_COUNTED:
             raise ConfigError(
                 f"a batch of {shape[0]} x {shape[1]} x {shape[2]} pixels is too large to be "
-                "evaluated: it must have less than 2**32. Set `eval.batch_size` or `data.size`"
+                "evaluated: it must have less than 2**32. Set `eval.batch_size`, `eval.size` or "
+                "`data.size`"
             )
         return self._tiled(self.counts, shape, tile, self.in_axes(1), devices)
 
@@ -190,8 +205,8 @@ class Counts(NamedTuple):
 def metrics(batches: list[Counts]) -> dict[str, Any]:
     """The usual measures of all batches together.
 
-    Per class: intersection over union, and Dice; NaN, so `null`, where a class neither is there nor
-    is predicted, and then it is not in the mean.
+    Per class: how often it is there (`counted`), intersection over union, and Dice; the latter are
+    None where a class neither is there nor is predicted, and then it is not in the mean.
     """
     counted = np.array([int(b.counted) for b in batches])
     losses = np.array([float(b.loss) for b in batches])
@@ -202,14 +217,16 @@ def metrics(batches: list[Counts]) -> dict[str, Any]:
     with np.errstate(invalid="ignore", divide="ignore"):
         iou = correct / (predicted + true - correct)
         dice = 2 * correct / (predicted + true)
-    total = max(1, counted.sum())
+        loss = losses[counted > 0] @ counted[counted > 0] / counted.sum()
+        accuracy = correct.sum() / counted.sum()
     return {
-        "loss": _number((losses * counted).sum() / total),
-        "accuracy": float(correct.sum() / total),
+        "loss": _number(loss),
+        "accuracy": _number(accuracy),
         "mean_iou": _mean(iou),
         "mean_dice": _mean(dice),
         "iou": [_number(v) for v in iou],
         "dice": [_number(v) for v in dice],
+        "counted": [int(n) for n in true],
     }
 
 

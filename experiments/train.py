@@ -9,6 +9,7 @@ function of seed and step, so an interrupted run ends with the same bits as an u
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pathlib
 import platform
@@ -18,7 +19,6 @@ import zlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 from ml_collections import ConfigDict
@@ -26,13 +26,14 @@ from ml_collections import ConfigDict
 from . import data, summary
 from .checkpoints import CheckpointError
 from .config import ConfigError, check, config_flag, start, workdir_flag
+from .evaluation import Evaluation
 from .hosts import Watch, find_devices, join
 from .images import ImageError
 from .instruments import Clock, Profiler, tensorboard
 from .out_of_memory import OutOfMemory, Stopped
 from .progress import Bar
 from .saved import Saved
-from .step import Program, Step, choose_policy, make_optimiser
+from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
 from .task import Task
 from .workdir import ReadOnly, Workdir
 
@@ -68,7 +69,14 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     task = Task(config)
     with Refusal():
         train_set, eval_set = load_data(task)
-    print(describe(task, train_set, eval_set), flush=True)
+        found = data.examine(
+            train_set,
+            eval_set,
+            workdir.path,
+            limits=config.data.range,
+            share=devices.made_by_first,
+        )
+    print("\n".join([describe(task, train_set, eval_set), *found]), flush=True)
 
     optimiser, learning_rate = make_optimiser(config)
     step = Step(task, optimiser, batch_shapes(train_set, config.train.batch_size), devices)
@@ -84,10 +92,11 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
 
     with Refusal(), OutOfMemory(step):
         policy = choose_policy(step, config.policy, workdir.path / "plan.json")
-        program = Program(step, policy, batch_shapes(eval_set, config.eval.batch_size))
+        program = Program(step, policy)
+        evaluation = Evaluation(step, eval_set, program.bytes)
     print(
-        f"compiled in {program.compile_seconds:.0f} s: a step needs {program.bytes_text()}, "
-        f"policy {config.policy}",
+        f"compiled in {program.compile_seconds + evaluation.compile_seconds:.0f} s: a step needs "
+        f"{program.bytes_text()}, policy {config.policy}\nevaluation of {evaluation.text}",
         flush=True,
     )
 
@@ -100,8 +109,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
         saved.save(done, state, record)
 
     def evaluate() -> dict[str, Any]:
-        batches = data.evaluation(eval_set, config.eval.batch_size)
-        result = {"step": done, "split": "eval", **program.evaluate(state.weights, batches)}
+        result = {"step": done, "split": "eval", **evaluation(state.weights)}
         workdir.write(result)
         quality = result[task.quality]
         if quality is not None and (record["best"] is None or quality > record["best"]["quality"]):
@@ -140,7 +148,10 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
             if done == total or (config.eval.every and done % config.eval.every == 0):
                 result = evaluate()
                 boards(result)
-                bar.say(f"evaluation after step {done}: {task.describe(result)}")
+                counted, *warnings = task.describe_counts(result)
+                bar.say(f"evaluation after step {done}: {task.describe(result)}; {counted}")
+                for warning in warnings:
+                    bar.say(warning)
             if done == total or done % config.checkpoint.every == 0:
                 save()
                 clock.write(done)
@@ -155,7 +166,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     if devices.is_first:
         skipped = {**train_set.skipped, **eval_set.skipped}
         weights = jax.tree.map(np.asarray, state.weights)
-        print(summary.write(workdir, step, program, policy, record, skipped, eval_set, weights))
+        print(summary.write(workdir, step, program, policy, record, skipped, evaluation, weights))
     return 0
 
 
@@ -171,7 +182,9 @@ def load_data(task: Task) -> tuple[data.Dataset, data.Dataset]:
             f"the model {config.model.name!r} {'segments' if task.segments else 'classifies'}, but "
             f"the data (kind {config.data.kind!r}) {'are masks' if masks else 'are classes'}"
         )
-    found = [data.load(config.data, split, seed=config.seed) for split in ("train", "eval")]
+    window = {"train": None, "eval": config.eval.size or None}  # None: `data.size`
+    load = functools.partial(data.load, config.data, seed=config.seed)
+    found = [load(split, size=size) for split, size in window.items()]
     for dataset in found:
         task.check_size(dataset.shape)
     if task.segments:
@@ -179,8 +192,8 @@ def load_data(task: Task) -> tuple[data.Dataset, data.Dataset]:
         found = [
             dataset
             if size == dataset.label_shape
-            else data.load(config.data, split, seed=config.seed, label_size=size)
-            for dataset, split, size in zip(found, ("train", "eval"), sizes, strict=True)
+            else load(split, size=window[split], label_size=size)
+            for dataset, split, size in zip(found, window, sizes, strict=True)
         ]
     return found[0], found[1]
 
@@ -195,14 +208,6 @@ def describe(task: Task, train_set: data.Dataset, eval_set: data.Dataset) -> str
         f"{task.config.model.name}, {weights:,} weights, {task.config.dtype}, on {len(train_set)} "
         f"images of {height} x {width} x {channels} and {len(eval_set)} to evaluate{bad}; "
         f"{device}, jax {jax.__version__}"
-    )
-
-
-def batch_shapes(dataset: data.Dataset, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    label = jnp.uint8 if dataset.label_shape else jnp.int32
-    return (
-        jax.ShapeDtypeStruct((size, *dataset.shape), jnp.uint8),
-        jax.ShapeDtypeStruct((size, *dataset.label_shape), label),
     )
 
 

@@ -75,6 +75,11 @@ def test_a_field_of_the_wrong_type(tmp_path):
         ("policy", "budget:lots"),
         ("seed", -1),
         ("data.kind", "folder"),
+        ("data.range", (5, 5)),
+        ("data.range", (5,)),
+        ("data.ignored", ("x",)),
+        ("eval.size", -1),
+        ("eval.size", 64),
     ],
 )
 def test_a_value_that_cannot_work_is_named(name, value):

@@ -1,5 +1,6 @@
 """Datasets: what an example is, what can be wrong with a folder, and the order of batches."""
 
+import os
 import re
 import threading
 import time
@@ -13,7 +14,8 @@ from hypothesis import strategies
 from PIL import Image as pillow
 
 from experiments import data
-from experiments.data import DataError, _folder, _synthetic
+from experiments.data import DataError, _scan, _synthetic
+from experiments.data._scale import as_bytes
 from experiments.images import ImageError
 
 
@@ -26,6 +28,8 @@ def load(split="train", label_size=None, seed=0, **changed):
         "channels": 1,
         "classes": 3,
         "mask_values": (),
+        "ignored": (),
+        "files_outside": False,
         "train_images": 6,
         "eval_images": 4,
         "eval_fraction": 0.25,
@@ -193,10 +197,6 @@ BAD = {
         ),
         r"4\.tif: its shape \(9, 30, 1\) is smaller than `size`, \(16, 16\)",
     ),
-    "float": (
-        lambda f: tifffile.imwrite(f / "images/4.tif", np.zeros((40, 30), np.float32)),
-        r"4\.tif: its values are float32; convert",
-    ),
     "channels": (
         lambda f: tifffile.imwrite(
             f / "images/4.tif",
@@ -216,7 +216,7 @@ BAD = {
     ),
     "mask value": (
         lambda f: pillow.fromarray(np.full((40, 30), 3, np.uint8)).save(f / "masks/4.png"),
-        r"4\.png: holds the value 3; with 3 classes a mask has 0, 1, 2 and",
+        r"4\.png: holds 3 \(256 pixels\), but the 3 classes are 0, 1, 2, and nothing is ignored",
     ),
     "mask cut": (
         lambda f: (f / "masks/4.png").write_bytes((f / "masks/4.png").read_bytes()[:200]),
@@ -273,9 +273,9 @@ def test_all_files_are_bad(masks):
         load(path=masks, on_bad_file="skip")
 
 
-def test_255_does_not_count(masks):
+def test_what_is_ignored_does_not_count(masks):
     pillow.fromarray(np.full((40, 30), 255, np.uint8)).save(masks / "masks" / "4.png")
-    dataset = load(path=masks, seed=1)
+    dataset = load(path=masks, seed=1, ignored=(255, 77))
     index = [dataset.name(i) for i in range(6)].index("images/4.tif")
     assert (dataset.example(index, None)[1] == data.IGNORED).all()
 
@@ -316,6 +316,11 @@ def test_classes_are_folders(tmp_path):
         ("file,label\na.png,0\nb.png,dog\n", "line 3: the label 'dog' is a name"),
         ("file,label\na.png\n", "line 2"),
         ("file,label\n", "names no file"),
+        (b"file,label\na.png,K\xe4fer\n", r"line 2: is not text in UTF-8 \(byte 0xe4\)"),
+        ("file,label\na.png,0\n\x00b.png,1\n", "line 3"),
+        ("file,label\n../a.png,0\n", r"line 2: \.\./a\.png lies outside .*`data.files_outside`"),
+        ("file,label\n/etc/passwd,0\n", r"line 2: /etc/passwd lies outside"),
+        ("file,label\na.png,0\nx/../a.png,1\n", "line 3: .* is in line 2 already"),
         (None, "there is no such file"),
     ],
 )
@@ -323,7 +328,8 @@ def test_tables_of_labels(tmp_path, text, pattern):
     for name in "ab":
         pillow.fromarray(np.zeros((20, 20), np.uint8)).save(tmp_path / f"{name}.png")
     if text is not None:
-        (tmp_path / "labels.csv").write_text(text)
+        content = text if isinstance(text, bytes) else text.encode()
+        (tmp_path / "labels.csv").write_bytes(content)
     options = {"path": tmp_path, "labels": "csv", "classes": 2, "eval_fraction": 0.0}
     if pattern is not None:
         with pytest.raises(DataError, match=rf"labels\.csv: .*{pattern}"):
@@ -335,14 +341,44 @@ def test_tables_of_labels(tmp_path, text, pattern):
     assert dataset.ignored == 0
 
 
+def test_tables_that_name_files_elsewhere(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name / "a.png", np.full((20, 20), 9 * (name == "there"), np.uint8))
+    (tmp_path / "here/link.png").symlink_to(tmp_path / "there/a.png")
+    options = {"path": tmp_path / "here", "labels": "csv", "classes": 2, "eval_fraction": 0.0}
+    table = tmp_path / "here/labels.csv"
+    table.write_text("file,label\n../there/a.png,1\n")
+    with pytest.raises(DataError, match="lies outside"):
+        load(**options)
+    assert load(**options, files_outside=True).example(0, None)[0].max() == 9
+    table.write_text("file,label\nlink.png,1\n")  # whoever made the folder put it there
+    assert load(**options).example(0, None)[0].max() == 9
+
+
 def test_channels_and_depths():
     rgb = np.array([[[10, 20, 31]]], np.uint8)
-    np.testing.assert_array_equal(_folder.as_bytes(rgb, 1), [[[20]]])
-    np.testing.assert_array_equal(_folder.as_bytes(rgb, 3), rgb)
+    np.testing.assert_array_equal(as_bytes(rgb, 1), [[[20]]])
+    np.testing.assert_array_equal(as_bytes(rgb, 3), rgb)
     rgba = np.array([[[10, 20, 31, 99]]], np.uint8)
-    np.testing.assert_array_equal(_folder.as_bytes(rgba, 3), rgb)
-    np.testing.assert_array_equal(_folder.as_bytes(rgb[..., :2], 3), [[[10, 10, 10]]])
-    np.testing.assert_array_equal(_folder.as_bytes(rgb.astype(np.uint16) * 256 + 9, 3), rgb)
+    np.testing.assert_array_equal(as_bytes(rgba, 3), rgb)
+    np.testing.assert_array_equal(as_bytes(rgb[..., :2], 3), [[[10, 10, 10]]])
+    with pytest.raises(ValueError, match="uint16, and no range is known"):
+        as_bytes(rgb.astype(np.uint16), 3)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.int32, np.float32, np.float64])
+def test_values_that_are_not_of_8_bits_are_scaled(dtype):
+    values = np.linspace(-1000 if dtype != np.uint16 else 0, 4095, 3 * 7 * 50).astype(dtype)
+    values = values.reshape(-1, 7, 3)
+    scale = data.Scale(float(values.min()), 4095)
+    found = as_bytes(values, 3, scale)
+    expected = (values.astype(float) - scale.low) / (scale.high - scale.low) * 255
+    assert (found.min(), found.max()) == (0, 255)
+    np.testing.assert_array_equal(found, np.rint(expected))
+    assert scale.beyond() is None
+    assert as_bytes(np.full((1, 1, 1), 5000, dtype), 1, scale) == 255
+    assert "5000 were met, and what lies beyond" in scale.beyond()
 
 
 def same(a, b):
@@ -387,7 +423,7 @@ def test_an_error_comes_at_its_step(masks):
         for expected in range(step):
             assert next(batches).step == expected
         for _ in range(2):
-            with pytest.raises(DataError, match=r"4\.png: holds the value 9"):
+            with pytest.raises(DataError, match=r"4\.png: holds 9 \(256 pixels\)"):
                 next(batches)
 
 
@@ -416,17 +452,180 @@ def test_evaluation_fills_the_last_batch(masks):
     assert list(data.evaluation(textures, 3))[-1].labels.tolist() == [0, -1, -1]
 
 
-def test_black_and_white_masks_must_be_declared(masks):
-    """255 does not count, so masks of 0 and 255 would silently train on background alone."""
-    for file in (masks / "masks").glob("*.png"):
-        mask = np.asarray(pillow.open(file))
-        pillow.fromarray(np.where(mask == 1, 255, 0).astype(np.uint8)).save(file)
-    with pytest.raises(DataError, match=r"only 0 and 255.*`data.mask_values` to \(0, 255\)"):
-        load(path=masks, classes=2)
-    dataset = load(path=masks, classes=2, mask_values=(0, 255))
-    image, mask = dataset.example(0, None)
-    np.testing.assert_array_equal(mask, image[..., 0] % 3 == 1)
-    ignoring = load(path=masks, classes=2, mask_values=(0, 1))
-    np.testing.assert_array_equal(ignoring.example(0, None)[1], np.where(mask == 1, 255, 0))
+def examined(folder, run, limits=(), **options):
+    """Both splits, after all files were looked at; and what the user is told."""
+    run.mkdir(exist_ok=True)
+    found = [load(split, path=folder, seed=1, **options) for split in ("train", "eval")]
+    lines = data.examine(*found, run, limits=limits)
+    return *found, "\n".join(lines)
+
+
+def save(path, array):
+    pillow.fromarray(array).save(path)
+
+
+def test_masks_of_0_and_255(tmp_path):
+    """What is not background is in a corner, of one mask, far from any central window."""
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    for i in range(8):
+        save(tmp_path / f"images/{i}.png", np.zeros((90, 70), np.uint8))
+        mask = np.zeros((90, 70), np.uint8)
+        mask[85:, 60:] = 255 * (i == 6)
+        save(tmp_path / f"masks/{i}.png", mask)
+    run, two = tmp_path / "run", {"classes": 2}
+    pattern = (
+        r"6\.png: holds 255 \(50 pixels\), but the 2 classes are 0, 1, and nothing is ignored. Set "
+        r"`data.mask_values` to .* or `data.ignored` to"
+    )
+    for on_bad_file in ("error", "skip"):  # it may be in every mask: it is never skipped
+        with pytest.raises(DataError, match=pattern):
+            examined(tmp_path, run, on_bad_file=on_bad_file, **two)
+    train, _, text = examined(tmp_path, run, mask_values=(0, 255), **two)
+    assert "training pixels: 37,750 of class 0, 50 of class 1" in text
+    assert "warning: no held-out pixel is of class 1" in text
+    assert train.example(0, None)[1].max() == 0
+    train, _, text = examined(tmp_path, run, ignored=(255,), **two)
+    assert "training pixels: 37,750 of class 0, 0 of class 1; 50 ignored" in text
+    assert "warning: no training pixel is of class 1" in text
+    with pytest.raises(ValueError, match=r"255 cannot be a class .* and be ignored"):
+        load(path=tmp_path, mask_values=(0, 255), ignored=(255,), **two)
     with pytest.raises(ValueError, match="must have 2 values"):
-        load(path=masks, classes=2, mask_values=(0, 1, 2))
+        load(path=tmp_path, mask_values=(0, 1, 2), **two)
+
+
+def test_what_was_found_is_kept_until_a_file_changes(masks, tmp_path):
+    run, file = tmp_path / "run", masks / "masks/4.tif"
+    (masks / "masks/4.png").unlink()
+    tifffile.imwrite(file, np.zeros((40, 30), np.uint8))
+    _, _, before = examined(masks, run)
+    times = file.stat()
+    tifffile.imwrite(file, np.full((40, 30), 2, np.uint8))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert file.stat().st_size == times.st_size
+    assert examined(masks, run)[2] == before, "it was not read again"
+    with open(run / "scanned.jsonl", "a") as kept:  # as after a kill, and by another program
+        kept.write('{"kind": "mask", "file": "x", "found": 3, "state": []}\n[]\n{"kind": "ma')
+    os.utime(file)
+    after = examined(masks, run)[2]
+    assert after != before
+    assert examined(masks, run)[2] == after
+
+
+def test_files_that_cannot_be_read_to_their_end(masks, tmp_path):
+    file = masks / "masks/4.png"
+    file.write_bytes(file.read_bytes()[:-400])
+    with pytest.raises(DataError, match=r"4\.png: rows .* truncated or corrupt"):
+        examined(masks, tmp_path / "run")
+    for _ in range(2):
+        train, _, _ = examined(masks, tmp_path / "run", on_bad_file="skip")
+        assert list(train.skipped) == ["images/4.tif"]
+        assert len(train) == 5
+    save(file, np.zeros((40, 30), np.uint8))
+    assert len(examined(masks, tmp_path / "run", on_bad_file="skip")[0]) == 6
+
+
+def test_masks_of_numbered_objects(masks, tmp_path):
+    (masks / "masks/4.png").unlink()
+    numbers = np.arange(1200, dtype=np.int32).reshape(40, 30) * 1000
+    tifffile.imwrite(masks / "masks/4.tif", numbers)
+    for on_bad_file in ("error", "skip"):
+        with pytest.raises(DataError, match=r"4\.tif: holds more than 1024 different values"):
+            examined(masks, tmp_path / "run", on_bad_file=on_bad_file)
+
+
+def deep(folder, dtype=np.uint16, highest=4000, lowest=0):
+    """Images of more than 8 bits."""
+    for i in range(8):
+        image = generator(i).integers(lowest, highest, (40, 30)).astype(dtype)
+        tifffile.imwrite(folder / "images" / f"{i}.tif", image, tile=(16, 16))
+    image[1, 2], image[39, 29] = lowest, highest
+    for i in (0, 7):  # one of which is for training
+        tifffile.imwrite(folder / "images" / f"{i}.tif", image, tile=(16, 16))
+
+
+@pytest.mark.parametrize("dtype, lowest", [(np.uint16, 0), (np.int16, -1024), (np.float32, -0.5)])
+def test_the_range_that_is_there(masks, tmp_path, dtype, lowest):
+    deep(masks, dtype, 4000, lowest)
+    train, held_out, text = examined(masks, tmp_path / "run")
+    assert f"values from {lowest} to 4000 become 8 bits: the range of the 6 training images" in text
+    for dataset in (train, held_out):
+        whole = tifffile.imread(masks / dataset.name(0))[12:28, 7:23].astype(float)
+        expected = np.rint((whole - lowest) / (4000 - lowest) * 255)
+        np.testing.assert_array_equal(dataset.example(0, None)[0][..., 0], expected)
+    assert data.read_range(tmp_path / "run") == (lowest, 4000)
+
+
+def test_a_range_that_is_given(masks, tmp_path):
+    deep(masks)
+    train, _, text = examined(masks, tmp_path / "run", limits=(0, 65535))
+    assert "values from 0 to 65535 become 8 bits: as `data.range` says" in text
+    assert train.example(0, None)[0].max() <= 16
+    assert data.read_range(tmp_path / "run") == (0, 65535)
+
+
+def test_a_run_that_goes_on_has_the_range_that_it_began_with(masks, tmp_path):
+    deep(masks)
+    run = tmp_path / "run"
+    before, _, _ = examined(masks, run)
+    for i in range(8):
+        path = masks / "images" / f"{i}.tif"
+        tifffile.imwrite(path, tifffile.imread(path) * 2, tile=(16, 16))
+    (run / "checkpoints/24").mkdir(parents=True)
+    after, _, text = examined(masks, run)
+    assert "values from 0 to 4000 become 8 bits: as when this run began" in text
+    assert str(after.scale) == str(before.scale)
+    (run / "data.json").write_text('{"range": [7]}')
+    with pytest.raises(DataError, match=r"data\.json: is damaged: it must be"):
+        examined(masks, run)
+    (run / "checkpoints/24").rmdir()
+    assert str(examined(masks, run)[0].scale) == "0 to 8000"
+
+
+def test_ranges_that_cannot_be_found(masks, tmp_path):
+    path = masks / "images/4.tif"  # for training, with this seed
+    for values, pattern in [
+        (np.full((40, 30), 7, np.uint16), r"4\.tif: all values of .* are 7: set `data.range`"),
+        (np.full((40, 30), np.nan, np.float32), r"4\.tif: holds values that are not finite"),
+    ]:
+        tifffile.imwrite(path, values)
+        with pytest.raises(DataError, match=pattern):
+            examined(masks, tmp_path / "run")
+    tifffile.imwrite(path, generator().integers(0, 4000, (40, 30), np.uint16))
+    assert examined(masks, tmp_path / "run")[0].scale is not None, "the others have 8 bits"
+    other = masks / "images/3.tif"
+    tifffile.imwrite(other, np.zeros((40, 30), np.float32))
+    with pytest.raises(DataError, match=r"values are .*, but those of .* set `data.range`"):
+        examined(masks, tmp_path / "run")
+    tifffile.imwrite(path, np.zeros((40, 30), np.uint8))
+    tifffile.imwrite(other, np.zeros((40, 30), np.uint8))
+    _, held_out, _ = examined(masks, tmp_path / "run")
+    tifffile.imwrite(masks / held_out.name(0), np.zeros((40, 30), np.uint16))
+    with pytest.raises(DataError, match=r"values are uint16, but those of .* are uint8"):
+        examined(masks, tmp_path / "run")
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(
+    shape=strategies.tuples(*[strategies.integers(1, 90)] * 2),
+    block=strategies.tuples(*[strategies.integers(1, 90)] * 2),
+    most=strategies.integers(1, 2000),
+)
+def test_windows_of_a_scan_cover_the_image_once(shape, block, most):
+    block = tuple(map(min, block, shape))
+    seen = np.zeros(shape, int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_scan, "_AT_ONCE", most)
+        for window in _scan.windows(shape, block):
+            seen[window] += 1
+            one_block = max(most, block[0] * block[1])
+            assert seen[window].size <= (max(most, shape[1]) if block[1] == shape[1] else one_block)
+    assert (seen == 1).all()
+
+
+def test_a_long_scan_shows_its_progress(masks, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_scan, "_QUIET_SECONDS", -1)
+    tifffile.imwrite(masks / "images/4.tif", np.zeros((2500, 2000), np.uint8))
+    save(masks / "masks/4.png", np.zeros((2500, 2000), np.uint8))
+    examined(masks, tmp_path / "run")
+    assert "megapixels of files looked at 5/5" in capsys.readouterr().out

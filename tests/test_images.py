@@ -277,6 +277,77 @@ def test_a_corrupt_zarr_chunk(tmp_path):
         open_image(path)[:, :]
 
 
+@pytest.mark.parametrize(
+    "name, write",
+    [
+        ("a.npy", np.save),
+        ("fortran.npy", lambda path, array: np.save(path, np.asfortranarray(array))),
+        ("plain.tif", tiff(photometric="rgb")),
+        ("planes.tif", planar(photometric="rgb")),
+        ("tiled.tif", tiff(photometric="rgb", tile=(64, 64))),
+        ("strips.tif", tiff(photometric="rgb", compression="zlib", rowsperstrip=16)),
+    ],
+)
+def test_a_file_that_is_shortened_while_it_is_open(tmp_path, name, write):
+    """Mapped into memory, it would end the process with SIGBUS."""
+    path = tmp_path / name
+    write(path, values(512, 512, 3))
+    image = open_image(path)
+    assert image[0:2, 0:2].shape == (2, 2, 3)
+    os.truncate(path, 5000)
+    for window in (np.s_[200:512, 0:512], np.s_[300:301, 500:512]):
+        with pytest.raises(ImageError, match=rf"{name}: .*truncated"):
+            image[window]
+    image.close()
+
+
+@pytest.mark.parametrize("driver", ["zarr", "zarr3"])
+def test_a_zarr_chunk_beyond_memory(tmp_path, driver):
+    """Only the metadata are there, so there is nothing to decode; it must not come to that."""
+    path = tmp_path / "image.zarr"
+    spec = {"driver": driver, "kvstore": {"driver": "file", "path": str(path)}}
+    shape = (2**20, 2**20, 3)
+    tensorstore.open(
+        spec,
+        create=True,
+        dtype=np.uint16,
+        shape=shape,
+        chunk_layout=tensorstore.ChunkLayout(chunk_shape=shape),
+    ).result()
+    pattern = r"image\.zarr: its chunks, 1048576 x 1048576 x 3 of uint16, take 6144\.0 GiB each"
+    with pytest.raises(ImageError, match=pattern):
+        open_image(path)
+
+
+def test_large_zarr_chunks_are_read_if_there_is_memory_for_all(tmp_path, monkeypatch):
+    array = values(40, 50)
+    with create_image(tmp_path / "a.zarr", (1024, 1024), np.uint8) as image:
+        image[500:540, 500:550] = array
+    image = open_image(tmp_path / "a.zarr")
+    monkeypatch.setattr(_open, "_LARGE", 1)
+    np.testing.assert_array_equal(image[500:540, 500:550][..., 0], array)
+    monkeypatch.setattr(_open, "free_memory", lambda: 6 * 512 * 512)
+    assert image[0:512, 0:1024].shape == (512, 1024, 1), "two chunks fit"
+    with pytest.raises(ImageError, match=r"a\.zarr: .* this window needs 4 of them"):
+        image[511:513, 511:513]
+
+
+def test_blocks_are_what_is_decoded_at_once(tmp_path):
+    for name, write, block in [
+        ("a.npy", np.save, (1, 50)),
+        ("fortran.npy", lambda p, a: np.save(p, np.asfortranarray(a)), (60, 1)),
+        ("tiled.tif", tiff(tile=(16, 32)), (16, 32)),
+        ("strips.tif", tiff(compression="zlib", rowsperstrip=8), (8, 50)),
+        ("plain.tif", tiff(), (1, 50)),
+        ("a.png", png(), (1, 50)),
+    ]:
+        write(tmp_path / name, values(60, 50))
+        assert open_image(tmp_path / name).block == block, name
+    with create_image(tmp_path / "a.zarr", (600, 50), np.uint8):
+        pass
+    assert open_image(tmp_path / "a.zarr").block == (512, 50)
+
+
 def test_large_images_need_windows(tmp_path, monkeypatch):
     pillow.fromarray(values(20, 30)).save(tmp_path / "a.png")
     monkeypatch.setattr(_open, "LARGEST_WHOLE", 500)

@@ -51,7 +51,7 @@ def image_file(path, height, width, channels=3, dtype=np.uint8):
 
 
 def run(workdir, image, out, **options):
-    given = {"tile": 16, "probabilities": False, "dtype": "float32", **options}
+    given = {"tile": 16, "range": None, "probabilities": False, "dtype": "float32", **options}
     predict.run(types.SimpleNamespace(workdir=workdir, image=str(image), out=str(out), **given))
 
 
@@ -82,14 +82,48 @@ def test_segmentation_without_padding(tmp_path, capsys):
     """The map is smaller; 16 bits and an alpha channel become 8 bits and one grey value."""
     scores = trained(tmp_path / "run", colours=1, channels=2, depth=1, padding="VALID")
     values = image_file(tmp_path / "image.npy", 33, 40, 4, np.uint16)
-    run(tmp_path / "run", tmp_path / "image.npy", tmp_path / "mask.npy", tile=7)
-    grey = ((values[..., :3] >> 8).sum(-1, keepdims=True) + 1) // 3
+    run(
+        *(tmp_path / "run", tmp_path / "image.npy", tmp_path / "mask.npy"),
+        tile=7,
+        range=["0", "65535"],
+    )
+    colours = np.rint(values[..., :3] / 65535 * 255).astype(int)
+    grey = (colours.sum(-1, keepdims=True) + 1) // 3
     want = scores(padded(grey.astype(np.uint8), 34, 40)).argmax(-1)[0]
     np.testing.assert_array_equal(np.load(tmp_path / "mask.npy")[..., 0], want[:17, :24])
     printed = capsys.readouterr().out
     assert (
         "17 x 24 pixels; its first pixel is pixel (8, 8) of the image; the network saw" in printed
     )
+
+
+def test_values_that_are_not_of_8_bits(tmp_path, capsys):
+    """By the range of training, by the image's own, or by what the command says; it is printed."""
+    scores = trained(tmp_path / "run", colours=1, channels=4, depth=1, padding="SAME")
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    for name in ("range", "ignored", "files_outside"):  # of a run of an earlier version
+        del config["data"][name]
+    (tmp_path / "run/config.json").write_text(json.dumps(config))
+    values = image_file(tmp_path / "image.tif", 24, 20, 1, np.uint16) // 20  # up to 3276
+    with create_image(tmp_path / "image.tif", values.shape, np.uint16) as image:
+        image[:24, :20] = values
+
+    def check(low, high, words, **options):
+        run(tmp_path / "run", tmp_path / "image.tif", tmp_path / "mask.npy", **options)
+        pixels = np.clip(np.rint((values - float(low)) / (high - low) * 255), 0, 255)
+        want = scores(pixels.astype(np.uint8)[None]).argmax(-1)[0]
+        np.testing.assert_array_equal(np.load(tmp_path / "mask.npy")[..., 0], want)
+        printed = capsys.readouterr().out
+        assert f"uint16: values from {low} to {high} become 8 bits, {words}" in printed
+        assert ("warning: values from" in printed) == (high < values.max())
+
+    own = int(values.min()), int(values.max())
+    check(*own, "the image's range: the network was trained on 8 bits")
+    check(0, 4095, "as --range says", range=["0", "4095"])
+    (tmp_path / "run/data.json").write_text('{"range": [0, 2000]}')
+    check(0, 2000, "the range of the training images")
+    with pytest.raises(SystemExit, match=r"error: --range=7 must be two numbers, as 0,4095"):
+        check(0, 1, "", range=["7"])
 
 
 def test_classification(tmp_path, capsys):
@@ -118,7 +152,7 @@ def test_errors_are_one_line_before_anything_runs(tmp_path, monkeypatch):
         ((workdir, image, image), "is the image itself"),
         ((workdir, image, out), "8 x 8 pixels is too small: the network needs at least 17"),
         ((workdir, tmp_path / "five.npy", out), "has 5 channels"),
-        ((workdir, tmp_path / "float.npy", out), "values are float32; convert them to uint8"),
+        ((workdir, tmp_path / "float.npy", out), "all its values are 0.0: --range=LOW,HIGH"),
         ((workdir, tmp_path / "large.npy", tmp_path / "none" / "mask.tif"), "there is no folder"),
         ((workdir, tmp_path / "large.npy", tmp_path / "mask.png"), "can be written as .tif"),
     ]:

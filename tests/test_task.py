@@ -82,7 +82,20 @@ def test_batches_count_by_their_positions():
     found = metrics([one, empty])
     assert (found["loss"], found["accuracy"]) == (1.0, 0.8)
     assert found["iou"] == pytest.approx([4 / 6, 4 / 6])
-    assert metrics([empty])["mean_iou"] is None
+    assert found["counted"] == [5, 5]
+    nothing_counted = metrics([empty])
+    assert [nothing_counted[k] for k in ("mean_iou", "loss", "accuracy")] == [None] * 3
+
+
+def test_a_class_without_a_pixel_is_a_warning(task):
+    none = np.zeros(4, int)
+    there = np.array([7, 0, 1200, 0])
+    found = metrics([Counts(1.0, 1207, there, there, there)])
+    assert "per class 1.0000 none 1.0000 none" in task.describe(found)
+    counted, warning = task.describe_counts(found)
+    assert counted == "1,207 pixels counted (per class 7 0 1,200 0)"
+    assert warning.startswith("warning: none of the 1,207 pixels is of class 1, 3: the mean IoU")
+    assert len(task.describe_counts(metrics([Counts(1.0, 4, none + 1, none + 1, none + 1)]))) == 1
 
 
 def test_a_bar_on_a_terminal():

@@ -7,7 +7,8 @@
 
 A label is a class (an int32), or a mask: a class for each position (uint8), where 255 does not
 count. `_dataset.py` says what a dataset is, `_synthetic.py` draws, `_listing.py` finds files and
-their labels, `_folder.py` reads windows of them, `_batches.py` puts them in order.
+their labels, `_folder.py` reads windows of them, `_examine.py` and `_scan.py` look at whole files,
+`_scale.py` makes bytes of pixels, `_batches.py` puts examples in order.
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ from ._dataset import IGNORED as IGNORED
 from ._dataset import DataError as DataError
 from ._dataset import Dataset as Dataset
 from ._dataset import Geometry, pair
+from ._examine import examine as examine
+from ._examine import read_range as read_range
 from ._folder import Folder as Folder
 from ._listing import listing
+from ._scale import Scale as Scale
+from ._scale import read_bytes as read_bytes
+from ._scan import range_of as range_of
 from ._synthetic import Cells as Cells
 from ._synthetic import Textures as Textures
 
@@ -31,7 +37,12 @@ _EVALUATION_START = 2**31  # beyond any index of a training image, however many 
 
 
 def load(
-    options: Any, split: str, *, seed: int, label_size: int | tuple[int, int] | None = None
+    options: Any,
+    split: str,
+    *,
+    seed: int,
+    size: int | tuple[int, int] | None = None,
+    label_size: int | tuple[int, int] | None = None,
 ) -> Dataset:
     """The dataset that `options` describes.
 
@@ -44,17 +55,21 @@ def load(
         channels: 1 or 3.
         classes: how many there are.
         mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
+        ignored: in masks, the values of what does not count.
+        files_outside: whether a table of labels may name files outside its folder.
         train_images, eval_images: how many synthetic images.
         eval_fraction: of a folder without `train` and `eval` in it.
         augment: whether training examples are flipped and turned at random.
         on_bad_file: `"error"`, or `"skip"` to go on without the file.
       split: `"train"` or `"eval"`, which have no image in common.
       seed: of the synthetic images, and of a folder's split.
+      size: of the window, where it is not `options.size`.
       label_size: of masks, where smaller than the window: its centre.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"`split` (={split!r}) must be 'train' or 'eval'")
-    geometry = Geometry(pair(options.size), pair(label_size), options.channels, options.augment)
+    window = options.size if size is None else size
+    geometry = Geometry(pair(window), pair(label_size), options.channels, options.augment)
     if options.kind in _SYNTHETIC:
         train = split == "train"
         number, start = (
@@ -72,11 +87,13 @@ def load(
         classes=options.classes,
         eval_fraction=options.eval_fraction,
         seed=seed,
+        files_outside=options.files_outside,
     )
     return Folder(
         found,
         geometry,
         classes=options.classes,
         mask_values=options.mask_values,
+        ignored_values=options.ignored,
         on_bad_file=options.on_bad_file,
     )

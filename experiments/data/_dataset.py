@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from ..images import ImageError
+from ._scale import Scale
 
 IGNORED = 255
-"""In a mask: this position does not count."""
+"""In the mask of an example: this position does not count. What it is in a file, the user says."""
 
 
 class DataError(ImageError):
@@ -70,6 +71,7 @@ class Dataset:
       label_shape: () if the label is a class, (h, w) if it is a mask.
       skipped: the bad files met so far, each with its error.
       ignored: how many files of a folder are no images, by their names.
+      scale: of values that are not of 8 bits; `examine` finds it out.
     """
 
     def __init__(
@@ -87,9 +89,15 @@ class Dataset:
         self.augment, self.on_bad_file = augment, on_bad_file
         self.skipped: dict[str, str] = {}
         self.ignored = 0
+        self.scale: Scale | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every example for evaluation is a whole image."""
+        return True
 
     def name(self, index: int) -> str:
         """For messages."""

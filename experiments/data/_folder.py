@@ -1,18 +1,16 @@
 """Examples from files: windows of images and of their masks, and nothing more, are read.
 
-All headers are read at the start, so that most bad files are found before training begins.
-
-What is read becomes uint8 with 1 or 3 channels by these rules: 16-bit values are divided by 256;
-other dtypes are an error; alpha is dropped; grey is repeated for three channels; three channels
-become grey as their mean, to the nearest integer.
+All headers are read at the start, so that most bad files are found before training begins; what
+whole files hold, `_examine.py` finds out. How pixels become 8 bits, `_scale.py` says.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +19,32 @@ import numpy as np
 from ..images import Image, ImageError, open_image
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
+from ._scale import read_bytes
 
 _OPEN_IMAGES = 8
 """Kept open by each thread, with the parts of them that were decoded last."""
 
-_MASKS_LOOKED_AT = 8
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """Of an image."""
+
+    size: tuple[int, int]
+    dtype: np.dtype
+
+    @property
+    def pixels(self) -> int:
+        return self.size[0] * self.size[1]
 
 
 class Folder(Dataset):
+    """Files.
+
+    Attributes:
+      items: the files, and their masks or classes.
+      headers: of the images.
+    """
+
     def __init__(
         self,
         found: Listing,
@@ -36,14 +52,21 @@ class Folder(Dataset):
         *,
         classes: int,
         mask_values: Sequence[int] = (),
+        ignored_values: Sequence[int] = (),
         on_bad_file: str = "error",
     ):
         self.path, self.geometry, self.masks = found.path, geometry, found.masks
-        self.mask_values = np.asarray(mask_values or range(classes), np.int64)
-        if len(self.mask_values) != classes:
+        self.mask_values = tuple(mask_values or range(classes))
+        self.ignored_values = tuple(ignored_values)
+        if len(self.mask_values) != classes or len(set(self.mask_values)) != classes:
             raise ValueError(
                 f"`mask_values` (={tuple(mask_values)}) must have {classes} values, one for each "
                 "class"
+            )
+        if both := set(self.mask_values) & set(self.ignored_values):
+            raise ValueError(
+                f"in masks, {min(both)} cannot be a class (`mask_values` are {self.mask_values}) "
+                f"and be ignored (`ignored` is {self.ignored_values})"
             )
         self._of_thread = threading.local()  # an open file has a position: one reader each
         size = geometry.size or (1, 1)  # until the images have been looked at
@@ -56,17 +79,19 @@ class Folder(Dataset):
             on_bad_file=on_bad_file,
         )
         self.ignored = found.ignored
-        self.items, shapes = self._checked(found)
+        self.items, self.headers = self._checked(found)
         if geometry.size is None:
-            size = self._common_shape(shapes)
+            size = self._common_size()
             self.shape = (*size, geometry.channels)
             self.label_shape = (geometry.label_size or size) if found.masks else ()
         self.border = geometry.border(size) if found.masks else (0, 0)
-        if found.masks and not mask_values:
-            self._check_not_black_and_white()
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def is_whole(self) -> bool:
+        return all(header.size == self.shape[:2] for header in self.headers)
 
     def name(self, index: int) -> str:
         return self._name(self.items[index].image)
@@ -82,7 +107,8 @@ class Folder(Dataset):
         if min(spare) < 0:
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
         y, x = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
-        values = as_bytes(image[y : y + height, x : x + width], self.shape[2])
+        place = slice(y, y + height), slice(x, x + width)
+        values = read_bytes(image, place, self.shape[2], self.scale)
         if not self.masks:
             return values, np.int32(item.label)
         mask = self._image(item.label)
@@ -90,34 +116,73 @@ class Folder(Dataset):
         height, width = self.label_shape
         return values, self._classes(item.label, mask[y : y + height, x : x + width][..., 0])
 
+    @contextlib.contextmanager
+    def opened(self, index: int) -> Iterator[tuple[Image, Any]]:
+        """A whole image, to be read by windows; and its class, or `mask[y0:y1, x0:x1]`."""
+        item = self.items[index]
+        with contextlib.ExitStack() as stack:
+            image = stack.enter_context(open_image(item.image))
+            if not self.masks:
+                yield image, int(item.label)
+                return
+            mask = stack.enter_context(open_image(item.label))
+            if mask.shape[:2] != image.shape[:2]:
+                raise DataError(item.label, f"was changed, and is no longer of {item.image}'s size")
+            yield image, _Mask(self, mask)
+
     def _classes(self, path: Path, mask: np.ndarray) -> np.ndarray:
         classes = np.full(mask.shape, IGNORED, np.uint8)
+        known = np.isin(mask, self.ignored_values)
         for index, value in enumerate(self.mask_values):
-            classes[mask == value] = index
-        wrong = (classes == IGNORED) & (mask != IGNORED)
-        if wrong.any():
-            values = ", ".join(map(str, self.mask_values[:10]))
-            raise DataError(
-                path,
-                f"holds the value {mask[wrong][0]}; with {self.classes} classes a mask has {values}"
-                f" and, for what does not count, {IGNORED}. Set `data.classes`, or "
-                "`data.mask_values` to the value of each class",
-            )
+            there = mask == value
+            classes[there] = index
+            known |= there
+        if not known.all():
+            self._refuse(path, dict(zip(*np.unique(mask[~known], return_counts=True), strict=True)))
         return classes
 
-    def _check_not_black_and_white(self) -> None:
-        """Masks of 0 and 255 would train on nothing but background."""
-        values: set[int] = set()
-        for index in range(min(_MASKS_LOOKED_AT, len(self))):
-            with contextlib.suppress(ImageError):  # reported when it is its turn
-                values |= set(np.unique(self.read(index, None)[1]).tolist())
-        if IGNORED in values and values <= {0, IGNORED}:
-            raise DataError(
-                self.items[0].label,
-                f"this mask and others hold only 0 and {IGNORED}, and {IGNORED} stands for what "
-                f"does not count. If it is a class, set `data.mask_values` to (0, {IGNORED}); if "
-                f"not, to {tuple(range(self.classes))}",
-            )
+    def _refuse(self, path: Path, unknown: dict[int, int]) -> None:
+        named = [f"{value} ({count:,} pixels)" for value, count in list(unknown.items())[:5]]
+        more = f" and {len(unknown) - 5} other values" if len(unknown) > 5 else ""
+        classes = ", ".join(map(str, self.mask_values[:10]))
+        classes += ", ..." if self.classes > 10 else ""
+        ignored = ", ".join(map(str, self.ignored_values)) or "nothing"
+        raise DataError(
+            path,
+            f"holds {', '.join(named)}{more}, but the {self.classes} classes are {classes}, and "
+            f"{ignored} is ignored. Set `data.mask_values` to the value of each class, or "
+            "`data.ignored` to the values that do not count",
+        )
+
+    def count_classes(self, masks: dict[Path, Any]) -> dict[str, Any]:
+        """How many pixels of whole masks each class has, or how many images."""
+        counts, ignored = [0] * self.classes, 0
+        for item in self.items:
+            if not self.masks:
+                counts[item.label] += 1
+                continue
+            values = masks[item.label]
+            if not isinstance(values, dict):  # it is bad
+                continue
+            known = {*self.mask_values, *self.ignored_values}
+            if unknown := {v: n for v, n in values.items() if v not in known}:
+                self._refuse(item.label, unknown)
+            for index, value in enumerate(self.mask_values):
+                counts[index] += values.get(value, 0)
+            ignored += sum(values.get(value, 0) for value in self.ignored_values)
+        return {"classes": counts, "ignored": ignored}
+
+    def drop(self, bad: dict[str, str]) -> None:
+        """Leave out files, each with its error."""
+        kept = []
+        for item, header in zip(self.items, self.headers, strict=True):
+            errors = [bad[str(p)] for p in (item.image, item.label) if str(p) in bad]
+            if errors:
+                self.skipped[self._name(item.image)] = errors[0]
+            else:
+                kept.append((item, header))
+        self._check_some(kept)
+        self.items, self.headers = map(list, zip(*kept, strict=True))
 
     def _image(self, path: Path) -> Image:
         """Opened, or still open. Formats without windows are not kept: they hold all pixels."""
@@ -131,31 +196,28 @@ class Folder(Dataset):
                 images.popitem(last=False)[1].close()
         return image
 
-    def _checked(self, found: Listing) -> tuple[list[Item], list[tuple[int, int]]]:
-        items, shapes = [], []
+    def _checked(self, found: Listing) -> tuple[list[Item], list[Header]]:
+        items, headers = [], []
         for item in found.items:
             try:
-                shapes.append(self._check(item))
+                headers.append(self._check(item))
                 items.append(item)
             except ImageError as error:
                 if self.on_bad_file == "error":
                     raise
                 self.skipped[self._name(item.image)] = str(error)
+        self._check_some(items)
+        return items, headers
+
+    def _check_some(self, items: Sequence[Any]) -> None:
         if not items:
             first = next(iter(self.skipped.values()))
             raise DataError(self.path, f"all {len(self.skipped)} files are bad; first, {first}")
-        return items, shapes
 
-    def _check(self, item: Item) -> tuple[int, int]:
+    def _check(self, item: Item) -> Header:
         """What the headers say, of one image and its mask."""
         with open_image(item.image) as image:
             shape, dtype = image.shape, image.dtype
-        if dtype not in (np.uint8, np.uint16):
-            raise DataError(
-                item.image,
-                f"its values are {dtype}; convert them to uint8, or to uint16, which is divided by "
-                "256",
-            )
         if shape[2] > 4:
             raise DataError(item.image, f"has {shape[2]} channels, {shape}, where at most 4 can be")
         size = self.geometry.size
@@ -163,7 +225,7 @@ class Folder(Dataset):
             raise DataError(item.image, f"its shape {shape} is smaller than `size`, {size}")
         if isinstance(item.label, Path):
             self._check_mask(item.image, shape, item.label)
-        return shape[:2]
+        return Header(shape[:2], dtype)
 
     def _check_mask(self, image: Path, shape: tuple[int, int, int], path: Path) -> None:
         with open_image(path) as mask:
@@ -179,28 +241,23 @@ class Folder(Dataset):
                     path, f"its shape {mask.shape} is not that of its image {image}, {shape}"
                 )
 
-    def _common_shape(self, shapes: list[tuple[int, int]]) -> tuple[int, int]:
-        for item, shape in zip(self.items, shapes, strict=True):
-            if shape != shapes[0]:
+    def _common_size(self) -> tuple[int, int]:
+        first = self.headers[0].size
+        for item, header in zip(self.items, self.headers, strict=True):
+            if header.size != first:
                 raise DataError(
                     item.image,
-                    f"is {shape} but {self.items[0].image} is {shapes[0]}: whole images must have "
-                    "one shape; set `size` to take windows of them",
+                    f"is {header.size} but {self.items[0].image} is {first}: whole images must "
+                    "have one shape; set `size` to take windows of them",
                 )
-        return shapes[0]
+        return first
 
 
-def as_bytes(values: np.ndarray, channels: int) -> np.ndarray:
-    """uint8 with 1 or 3 channels, by the rules above.
+class _Mask:
+    """A whole mask as classes, `mask[y0:y1, x0:x1]`."""
 
-    >>> as_bytes(np.array([[[0x1234, 0x2000, 0x31FF, 0xFFFF]]], np.uint16), 1)
-    array([[[33]]], dtype=uint8)
-    """
-    if values.dtype == np.uint16:
-        values = (values >> 8).astype(np.uint8)
-    values = values[..., : 1 if values.shape[2] < 3 else 3]  # without alpha
-    if values.shape[2] == channels:
-        return values
-    if channels == 3:
-        return np.repeat(values, 3, axis=2)
-    return ((values.astype(np.uint16).sum(2, keepdims=True) + 1) // 3).astype(np.uint8)
+    def __init__(self, folder: Folder, image: Image):
+        self.folder, self.image = folder, image
+
+    def __getitem__(self, place: tuple[slice, slice]) -> np.ndarray:
+        return self.folder._classes(self.image.path, self.image[place][..., 0])

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
+import io
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,22 +43,27 @@ def listing(
     classes: int,
     eval_fraction: float = 0.2,
     seed: int = 0,
+    files_outside: bool = False,
 ) -> Listing:
     """The files of one split of a folder, and their labels.
 
-    * `labels="masks"`: `images/NAME.png` goes with `masks/NAME.tif`; suffixes may differ. A mask
-      holds 0 to `classes - 1`, and 255 for what does not count: a mask of 0 and 255, which is how
-      some programs write two classes, must be converted to 0 and 1.
+    * `labels="masks"`: `images/NAME.png` goes with `masks/NAME.tif`; suffixes may differ.
     * `labels="folders"`: `CLASS/NAME.png`. Classes are numbered in alphabetical order.
-    * `labels="csv"`: `labels.csv` with the columns `file` and `label`. Labels are all numbers, from
-      0, or all names, which are numbered in alphabetical order.
+    * `labels="csv"`: `labels.csv`, in UTF-8, with the columns `file` and `label`. Labels are all
+      numbers, from 0, or all names, which are numbered in alphabetical order. Files lie in the
+      folder of `labels.csv` or below, or with `files_outside` anywhere.
 
     If there are folders `train` and `eval` in it, each of this form, they are the splits. If there
     are none, the last `eval_fraction` of the files, shuffled by `seed`, is for evaluation.
     """
     path = Path(path)
-    if labels not in _LISTINGS:
-        raise ValueError(f"`labels` (={labels!r}) must be one of {', '.join(map(repr, _LISTINGS))}")
+    listings = {
+        "masks": _with_masks,
+        "folders": _in_class_folders,
+        "csv": functools.partial(_in_table, files_outside=files_outside),
+    }
+    if labels not in listings:
+        raise ValueError(f"`labels` (={labels!r}) must be one of {', '.join(map(repr, listings))}")
     if not path.is_dir():
         raise DataError(path, "there is no such folder")
     folders = {name: path / name for name in ("train", "eval") if (path / name).is_dir()}
@@ -64,10 +72,10 @@ def listing(
         absent = "eval" if there == "train" else "train"
         raise DataError(path, f"has a folder {there!r} but no folder {absent!r}: it needs both")
     if folders:
-        found = _LISTINGS[labels](list(folders.values()), classes)
+        found = listings[labels](list(folders.values()), classes)
         items, ignored = found[list(folders).index(split)]
     else:
-        ((items, ignored),) = _LISTINGS[labels]([path], classes)
+        ((items, ignored),) = listings[labels]([path], classes)
         order = np.random.default_rng(seed).permutation(len(items))
         kept = len(items) - round(len(items) * eval_fraction)
         order = order[:kept] if split == "train" else order[kept:]
@@ -87,7 +95,7 @@ Found = list[tuple[list[Item], int]]
 
 def _with_masks(folders: list[Path], classes: int) -> Found:
     if not 2 <= classes <= 255:
-        raise ValueError(f"`classes` (={classes}) must be 2 to 255: in a mask, 255 does not count")
+        raise ValueError(f"`classes` (={classes}) of masks must be 2 to 255")
     found = []
     for folder in folders:
         images, ignored = _by_stem(folder / "images")
@@ -142,8 +150,8 @@ def _is_class(entry: Path) -> bool:
     return entry.is_dir() and not entry.name.startswith(".")
 
 
-def _in_table(folders: list[Path], classes: int) -> Found:
-    tables = [_table(folder) for folder in folders]
+def _in_table(folders: list[Path], classes: int, *, files_outside: bool) -> Found:
+    tables = [_table(folder, files_outside) for folder in folders]
     rows = [row for table in tables for row in table]
     numbers = [row for row in rows if row.label.isdecimal()]
     if numbers and len(numbers) < len(rows):
@@ -183,33 +191,60 @@ class _Row:
     label: str
 
 
-def _table(folder: Path) -> list[_Row]:
+def _table(folder: Path, files_outside: bool) -> list[_Row]:
     path = folder / "labels.csv"
     if not path.is_file():
         raise DataError(path, "there is no such file; it has the columns file,label")
     rows: dict[Path, _Row] = {}
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        reader = csv.reader(file)
+    reader = csv.reader(io.StringIO(_text(path), newline=""))
+    try:
         header = [column.strip() for column in next(reader, [])]
         if sorted(header) != ["file", "label"]:
             raise DataError(path, f"line 1: the columns must be file,label, not {','.join(header)}")
         for cells in reader:
-            cells = [cell.strip() for cell in cells]
-            if len(cells) != 2 or not all(cells):
-                found = ",".join(cells) or "a blank line"
-                raise DataError(path, f"line {reader.line_num}: a file and a label, not {found}")
-            values = dict(zip(header, cells, strict=True))
-            row = _Row(path, reader.line_num, folder / values["file"], values["label"])
-            if not row.file.exists():
-                raise DataError(path, f"line {row.line}: there is no file {row.file}")
+            row = _row(path, reader.line_num, header, cells, files_outside)
             if row.file in rows:
                 raise DataError(
                     path, f"line {row.line}: {row.file} is in line {rows[row.file].line} already"
                 )
             rows[row.file] = row
+    except csv.Error as error:
+        raise DataError(path, f"line {reader.line_num}: is no line of a table ({error})") from error
     if not rows:
         raise DataError(path, "names no file")
     return list(rows.values())
+
+
+def _row(table: Path, line: int, header: list[str], cells: list[str], outside: bool) -> _Row:
+    cells = [cell.strip() for cell in cells]
+    if len(cells) != 2 or not all(cells):
+        found = ",".join(cells) or "a blank line"
+        raise DataError(table, f"line {line}: a file and a label, not {found}")
+    values = dict(zip(header, cells, strict=True))
+    folder = table.parent
+    file = Path(os.path.normpath(folder / values["file"]))
+    if not (outside or file.is_relative_to(os.path.normpath(folder))):
+        raise DataError(
+            table,
+            f"line {line}: {values['file']} lies outside {folder}. If that is meant, set "
+            "`data.files_outside` to True",
+        )
+    if not file.exists():
+        raise DataError(table, f"line {line}: there is no file {file}")
+    return _Row(table, line, file, values["label"])
+
+
+def _text(path: Path) -> str:
+    content = path.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(
+            path,
+            f"line {line}: is not text in UTF-8 (byte {content[error.start]:#04x}): save it as "
+            "UTF-8",
+        ) from error
 
 
 def _images(folder: Path) -> tuple[list[Path], int]:
@@ -221,6 +256,3 @@ def _images(folder: Path) -> tuple[list[Path], int]:
 def _some(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-_LISTINGS = {"masks": _with_masks, "folders": _in_class_folders, "csv": _in_table}

@@ -11,8 +11,8 @@
 (40, 30, 3) uint8 [0 0 7 7]
 >>> folder.cleanup()
 
-`_base.py` says what an image is, `_open.py` and `_tiff.py` read, `_create.py` writes. What is wrong
-with a file is an `ImageError`, which names it.
+`_base.py` says what an image is, `_open.py`, `_tiff.py` and `_raw.py` read, `_create.py` writes.
+What is wrong with a file is an `ImageError`, which names it.
 """
 
 from ._base import Image as Image

@@ -34,6 +34,7 @@ class Image:
       shape: (H, W, C).
       dtype: of the windows, in native byte order.
       whole: whether the format has no windows, so that the first read decodes everything.
+      block: (h, w) of what is decoded at once: windows that follow blocks decode nothing twice.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Image:
         *,
         close: Callable[[], None] = lambda: None,
         whole: bool = False,
+        block: Sequence[int] = (1, 1),
     ):
         self.path = path
         self.shape = image_shape(path, shape)
         self.dtype = image_dtype(path, dtype)
         self.whole = whole
+        self.block = min(block[0], self.shape[0]), min(block[1], self.shape[1])
         self._read, self._close = read, close
 
     def __getitem__(self, slices: tuple[slice, slice]) -> np.ndarray:

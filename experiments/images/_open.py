@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from ._base import Image, ImageError, Window, describe, require
+from ._base import Image, ImageError, Window, describe, image_shape, require
+from ._raw import RawArray
 from ._tiff import open_tiff
 
 LARGEST_WHOLE = 2**28
 """Pixels of a PNG or JPEG, which is decoded whole."""
+
+_LARGE = (
+    2**28
+)  # bytes of chunks: such reads wait for each other, and look at the memory that is left
+_one_large_read = threading.Lock()
 
 _PILLOW_READERS = {
     ".png": ("PngImagePlugin", "PngImageFile"),
@@ -30,7 +38,7 @@ def open_image(path: str | Path) -> Image:
 
     * `.tif`, `.tiff`: tiled and striped, BigTIFF, full resolution of a pyramid; a window decodes
       only the tiles or strips that it touches. Pages of one channel each become channels.
-    * `.npy`: (H, W) or (H, W, C), mapped into memory.
+    * `.npy`: (H, W) or (H, W, C); a window reads its bytes.
     * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C).
     * `.png`, `.jpg`, `.jpeg`: these formats have no windows. The first read decodes the whole
       image and keeps it until the image is closed; beyond 2^28 pixels they are refused.
@@ -57,14 +65,38 @@ def is_image_name(path: Path) -> bool:
 
 def _open_npy(path: Path) -> Image:
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-        if not isinstance(array, np.ndarray):
-            raise ValueError("an archive of several arrays")
+        with open(path, "rb") as file:
+            shape, transposed, dtype = _npy_header(file)
+            offset = file.tell()
+        if dtype.hasobject:
+            raise ValueError("Python objects")
     except Exception as error:
         raise ImageError(
             path, f"is not an array in .npy format, or is truncated ({describe(error)})"
         ) from error
-    return Image(path, array.shape, array.dtype, lambda window: _cut(array, window))
+    image_shape(path, shape)
+    array = RawArray(path, dtype, shape[::-1] if transposed else shape, offset)
+
+    def read(window: Window) -> np.ndarray:
+        y0, y1, x0, x1 = window
+        slices = [(y0, y1), (x0, x1), *((0, n) for n in shape[2:])]
+        return array.read(*slices[::-1]).T if transposed else array.read(*slices)
+
+    return Image(
+        path,
+        shape,
+        dtype,
+        read,
+        close=array.close,
+        block=(shape[0], 1) if transposed else (1, shape[1]),
+    )
+
+
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(file)
+    return np.lib.format.read_array_header_2_0(file)
 
 
 def _open_zarr(path: Path) -> Image:
@@ -86,7 +118,56 @@ def _open_zarr(path: Path) -> Image:
         dtype = array.dtype.numpy_dtype
     except Exception as error:
         raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
-    return Image(path, array.shape, dtype, lambda window: _cut(array, window).read().result())
+    chunk = array.chunk_layout.read_chunk.shape
+    _check_memory(path, chunk, dtype, 1)
+
+    def read(window: Window) -> np.ndarray:
+        y0, y1, x0, x1 = window
+        touched = _parts(y0, y1, chunk[0]) * _parts(x0, x1, chunk[1])
+        if touched * math.prod(chunk) * dtype.itemsize < _LARGE:
+            return _cut(array, window).read().result()
+        with _one_large_read:
+            _check_memory(path, chunk, dtype, touched)
+            return _cut(array, window).read().result()
+
+    return Image(path, array.shape, dtype, read, block=chunk[:2])
+
+
+def _parts(start: int, stop: int, size: int) -> int:
+    return -(-stop // size) - start // size
+
+
+def _check_memory(path: Path, chunk: Sequence[int], dtype: np.dtype, touched: int) -> None:
+    """Chunks are decoded whole; where there is no memory for them, tensorstore ends the program."""
+    size, free = math.prod(chunk) * dtype.itemsize, free_memory()
+    if free is not None and touched * size > free // 2:  # what is decoded is copied once
+        raise ImageError(
+            path,
+            f"its chunks, {' x '.join(map(str, chunk))} of {dtype}, take {size / 2**30:.1f} GiB "
+            f"each, and this window needs {touched} of them; {free / 2**30:.1f} GiB of memory are "
+            "free. Save it with smaller chunks, as 512 x 512",
+        )
+
+
+def free_memory() -> int | None:
+    """Bytes that this process can still take; None where the system does not say."""
+    found = []
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(int(next(s for s in lines if s.startswith("MemAvailable")).split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):  # of a container
+        most, taken = (
+            Path("/sys/fs/cgroup", f"memory.{n}").read_text() for n in ("max", "current")
+        )
+        found.append(int(most) - int(taken))
+    with contextlib.suppress(OSError, ImportError):
+        import resource
+
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if most != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            found.append(most - pages * resource.getpagesize())
+    return min(found, default=None)
 
 
 def _open_with_pillow(path: Path) -> Image:
@@ -127,7 +208,7 @@ def _open_with_pillow(path: Path) -> Image:
             return _cut(held[0], window)
 
     shape = (height, width, channels)
-    return Image(path, shape, dtype, read, close=held.clear, whole=True)
+    return Image(path, shape, dtype, read, close=held.clear, whole=True, block=(1, width))
 
 
 def _cut(array: Any, window: Window) -> Any:

@@ -1,9 +1,9 @@
 """TIFF by segments: a window decodes only the tiles, or strips, that it touches.
 
 A page is a grid of segments (tiles; or strips, as wide as the image), which are compressed one by
-one; with separate planes, one such grid per channel. Uncompressed pages that lie in one piece are
-mapped into memory instead. The last few megabytes of decoded segments are kept, for windows that
-overlap.
+one; with separate planes, one such grid per channel. Of uncompressed pages that lie in one piece
+only the bytes of the window are read. The last few megabytes of decoded segments are kept, for
+windows that overlap.
 
 Known inefficiency: a strip is as wide as the image, and some programs write one compressed strip
 for the whole image; it has to be decoded whole. Tiled files do not have this trouble.
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from ._base import Image, ImageError, Window, describe, require
+from ._raw import RawArray
 
 CACHE_BYTES = 32 * 2**20
 """Of decoded segments, per open image; the newest segment stays however large it is."""
@@ -39,7 +40,14 @@ def open_tiff(path: Path) -> Image:
         raise ImageError(path, f"is not a TIFF, or is corrupt ({describe(error)})") from error
     try:
         reader = _Reader(path, file, _pages(path, file))
-        return Image(path, reader.shape, reader.dtype, reader.read, close=file.close)
+        return Image(
+            path,
+            reader.shape,
+            reader.dtype,
+            reader.read,
+            close=reader.close,
+            block=(1, reader.shape[1]) if reader.raw else reader.segment,
+        )
     except Exception as error:
         file.close()
         if isinstance(error, ImageError):
@@ -81,15 +89,16 @@ class _Reader:
                 path, f"{page.bitspersample} bits per sample are not supported; use 8, 16 or 32"
             )
         self.dtype = page.dtype
-        self.segment_height = page.tilelength if page.is_tiled else page.rowsperstrip
-        self.segment_width = page.tilewidth if page.is_tiled else width
-        self.rows = math.ceil(height / self.segment_height)
-        self.columns = math.ceil(width / self.segment_width)
+        self.segment = (
+            (page.tilelength, page.tilewidth) if page.is_tiled else (page.rowsperstrip, width)
+        )
+        self.rows = math.ceil(height / self.segment[0])
+        self.columns = math.ceil(width / self.segment[1])
         self.cache: collections.OrderedDict[tuple[int, int], np.ndarray] = collections.OrderedDict()
         self.lock = threading.Lock()
         for page in pages:
             self._check_data(page)
-        self.maps = self._mapped()
+        self.raw = self._raw()
 
     def _check_data(self, page: Any) -> None:
         offsets, counts = page.dataoffsets, page.databytecounts
@@ -108,13 +117,18 @@ class _Reader:
                 f"{self.file.filehandle.size} bytes",
             )
 
-    def _mapped(self) -> list[np.ndarray] | None:
+    def _raw(self) -> list[RawArray] | None:
         """Per page, an array (planes, H, W, channels) in the file; None where that cannot be."""
         if not all(page.is_memmappable for page in self.pages):
             return None
         dtype = np.dtype(self.file.byteorder + self.dtype.char)
         shape = (self.separate, *self.shape[:2], self.contiguous)
-        return [np.memmap(self.path, dtype, "r", page.dataoffsets[0], shape) for page in self.pages]
+        return [RawArray(self.path, dtype, shape, page.dataoffsets[0]) for page in self.pages]
+
+    def close(self) -> None:
+        self.file.close()
+        for array in self.raw or ():
+            array.close()
 
     def read(self, window: Window) -> np.ndarray:
         y0, y1, x0, x1 = window
@@ -122,15 +136,16 @@ class _Reader:
         values = np.empty((planes, y1 - y0, x1 - x0, self.contiguous), self.dtype)
         for plane in range(planes):
             page, sample = divmod(plane, self.separate)
-            if self.maps is not None:
-                values[plane] = self.maps[page][sample, y0:y1, x0:x1]
+            if self.raw is not None:
+                slices = (sample, sample + 1), (y0, y1), (x0, x1), (0, self.contiguous)
+                values[plane] = self.raw[page].read(*slices)[0]
             elif values.size:
                 self._fill(values[plane], window, page, sample)
         return np.moveaxis(values, 0, 2).reshape(y1 - y0, x1 - x0, self.shape[2])
 
     def _fill(self, values: np.ndarray, window: Window, page: int, sample: int) -> None:
         y0, y1, x0, x1 = window
-        height, width = self.segment_height, self.segment_width
+        height, width = self.segment
         for row in range(y0 // height, (y1 - 1) // height + 1):
             for column in range(x0 // width, (x1 - 1) // width + 1):
                 segment = self._segment(page, (sample * self.rows + row) * self.columns + column)
@@ -167,6 +182,12 @@ class _Reader:
         if count:
             self.file.filehandle.seek(offset)
             data = self.file.filehandle.read(count)
+            if len(data) < count:
+                raise ImageError(
+                    self.path,
+                    f"is truncated: it was longer when it was opened, and ends before byte "
+                    f"{offset + count}",
+                )
         try:
             segment, _, (_, *shape) = self.page.decode(data, index, **arguments)
         except Exception as error:

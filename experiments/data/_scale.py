@@ -1,0 +1,91 @@
+"""What is read becomes uint8 with 1 or 3 channels.
+
+Values of 8 bits stay as they are. Of other types, a range (the one that the training images have,
+or one that is given) becomes 0 to 255, linearly, and what lies beyond it 0 or 255. Alpha is
+dropped; grey is repeated for three channels; three channels become grey as their mean, to the
+nearest integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..images import Image, ImageError
+
+_AT_ONCE = 2**20  # values that are computed with in 64 bits
+
+
+class Scale:
+    """Values from `low` to `high` become 0 to 255; what was met beyond them is remembered."""
+
+    def __init__(self, low: float, high: float):
+        if not low < high:
+            raise ValueError(f"a range (=({low}, {high})) must be a smaller and a larger number")
+        self.low, self.high = low, high
+        self.lowest, self.highest = low, high
+
+    def bytes(self, values: np.ndarray) -> np.ndarray:
+        """
+        >>> Scale(0, 4095).bytes(np.array([[0, 2048, 4095, 5000]], np.uint16))
+        array([[  0, 128, 255, 255]], dtype=uint8)
+        """
+        out = np.empty(values.shape, np.uint8)
+        rows = max(1, _AT_ONCE // max(1, values[:1].size))
+        for y in range(0, len(values), rows):
+            part = values[y : y + rows].astype(np.float64)
+            lowest, highest = part.min(initial=self.low), part.max(initial=self.high)
+            if not np.isfinite((lowest, highest)).all():
+                raise ValueError("holds values that are not finite")
+            self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
+            part -= self.low
+            part *= 255 / (self.high - self.low)
+            out[y : y + rows] = np.rint(np.clip(part, 0, 255, out=part))
+        return out
+
+    def beyond(self) -> str | None:
+        """What was cut, as a sentence."""
+        if (self.lowest, self.highest) == (self.low, self.high):
+            return None
+        return (
+            f"values from {self.lowest:.10g} to {self.highest:.10g} were met, and what lies beyond "
+            f"{self} was cut"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.low:.10g} to {self.high:.10g}"
+
+
+def colours(values: np.ndarray) -> np.ndarray:
+    """Without alpha."""
+    return values[..., : 1 if values.shape[2] < 3 else 3]
+
+
+def as_bytes(values: np.ndarray, channels: int, scale: Scale | None = None) -> np.ndarray:
+    """uint8 with 1 or 3 channels, by the rules above.
+
+    >>> as_bytes(np.array([[[10, 20, 31, 99]]], np.uint8), 1)
+    array([[[20]]], dtype=uint8)
+    """
+    values = colours(values)
+    if values.dtype != np.uint8:
+        if scale is None:
+            raise ValueError(f"its values are {values.dtype}, and no range is known for them")
+        values = scale.bytes(values)
+    if values.shape[2] == channels:
+        return values
+    if channels == 3:
+        return np.repeat(values, 3, axis=2)
+    return ((values.astype(np.uint16).sum(2, keepdims=True) + 1) // 3).astype(np.uint8)
+
+
+def read_bytes(
+    image: Image, place: Sequence[slice], channels: int, scale: Scale | None
+) -> np.ndarray:
+    """A window of an image, by the rules above."""
+    values = image[tuple(place)]
+    try:
+        return as_bytes(values, channels, scale)
+    except ValueError as error:
+        raise ImageError(image.path, str(error)) from error

@@ -1,0 +1,214 @@
+"""What whole files hold: the values of masks and how often, the range of images.
+
+A window says little: lesions are rarely in the centre. So files are looked at whole, window by
+window, once; what was found is kept, a line for each file, and holds as long as its size and time
+of modification do.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..images import Image, ImageError, open_image
+from ..progress import Bar
+from ._dataset import DataError
+from ._scale import colours
+
+_AT_ONCE = 2**22  # pixels of a window
+_MOST_VALUES = 1024  # of a mask, which has at most 255 classes
+_QUIET_SECONDS = 3.0  # before progress is shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    path: Path
+    kind: str
+    """`"mask"`: how many pixels have each value. `"image"`: the smallest and the largest value."""
+    pixels: int
+
+
+Found = dict[int, int] | tuple[float, float] | ImageError
+
+
+def scan(jobs: Sequence[Job], kept: Path | None, threads: int) -> dict[Path, Found]:
+    """What each file holds, or what is wrong with it; `kept` is where that is written down."""
+    known = _read_kept(kept)
+    found: dict[Path, Found] = {}
+    new = []
+    for job in jobs:
+        state, held = known.get((job.kind, str(job.path.absolute())), (None, None))
+        if state is not None and state == _state(job.path):
+            found[job.path] = held
+        else:
+            new.append(job)
+    with contextlib.ExitStack() as stack:
+        file = _opened(kept, stack) if new else None
+        progress = stack.enter_context(_Progress(sum(job.pixels for job in new)))
+        pool = stack.enter_context(ThreadPoolExecutor(threads, "scan"))
+        stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+        stack.callback(progress.stop)  # if this thread is interrupted, the others are too
+        looks = {pool.submit(_look, job, progress): job for job in new}
+        for look in as_completed(looks):
+            job = looks[look]
+            state, found[job.path] = look.result()
+            if file is not None and not isinstance(found[job.path], ImageError):
+                _keep(file, job, state, found[job.path])
+    return found
+
+
+def _look(job: Job, progress: _Progress) -> tuple[list[int], Found]:
+    try:
+        state = _state(job.path)  # before it is read: a file that is changed meanwhile is read anew
+        with open_image(job.path) as image:
+            look = {"mask": count_values, "image": value_range}[job.kind]
+            return state, look(image, progress)
+    except ImageError as error:
+        return [], error
+    except OSError as error:
+        return [], ImageError(job.path, f"cannot be read ({error})")
+
+
+def count_values(image: Image, progress: Callable[[int], Any]) -> dict[int, int]:
+    """How many pixels of a mask have each value."""
+    counts: collections.Counter[int] = collections.Counter()
+    for window in windows(image.shape, image.block):
+        values = image[window][..., 0]
+        low, high = int(values.min()), int(values.max())
+        if high - low < 2**16:
+            numbers = np.bincount((values.astype(np.int64) - low).ravel())
+            there = np.flatnonzero(numbers)
+            counts.update(dict(zip((there + low).tolist(), numbers[there].tolist(), strict=True)))
+        else:
+            unique, numbers = np.unique(values, return_counts=True)
+            counts.update(dict(zip(unique.tolist(), numbers.tolist(), strict=True)))
+        if len(counts) > _MOST_VALUES:
+            raise DataError(
+                image.path,
+                f"holds more than {_MOST_VALUES} different values, from {min(counts)} to "
+                f"{max(counts)}: a mask holds a class for each pixel, and no numbers of objects",
+            )
+        progress(values.size)
+    return dict(sorted(counts.items()))
+
+
+def value_range(image: Image, progress: Callable[[int], Any]) -> tuple[float, float]:
+    """The smallest and the largest value of an image, without alpha."""
+    low, high = math.inf, -math.inf
+    for window in windows(image.shape, image.block):
+        values = colours(image[window])
+        ends = values.min().item(), values.max().item()
+        if not np.isfinite(ends).all():
+            raise ImageError(image.path, "holds values that are not finite")
+        low, high = min(low, ends[0]), max(high, ends[1])
+        progress(values[..., 0].size)
+    return low, high
+
+
+def range_of(image: Image) -> tuple[float, float]:
+    """The same, with progress."""
+    with _Progress(image.shape[0] * image.shape[1]) as progress:
+        return value_range(image, progress)
+
+
+def windows(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Windows that cover an image, made of whole blocks where these are not too large.
+
+    >>> [(y.stop, x.stop) for y, x in windows((3000, 4000), (1, 4000))]
+    [(1048, 4000), (2096, 4000), (3000, 4000)]
+    >>> [(y.stop, x.stop) for y, x in windows((4096, 3000), (2048, 2048))]
+    [(2048, 2048), (2048, 3000), (4096, 2048), (4096, 3000)]
+    """
+    height, width = shape[:2]
+    rows, columns = block
+    columns = min(width, columns * max(1, _AT_ONCE // (rows * columns)))
+    if columns == width:
+        fitting = max(1, _AT_ONCE // width)
+        rows = fitting if fitting < rows else rows * (fitting // rows)
+    for y in range(0, height, rows):
+        for x in range(0, width, columns):
+            yield slice(y, min(y + rows, height)), slice(x, min(x + columns, width))
+
+
+class _Progress:
+    """Counts pixels, and shows them if it takes long."""
+
+    def __init__(self, pixels: int):
+        self.pixels, self.began = pixels, time.monotonic()
+        self.lock = threading.Lock()
+        self.stopped, self.done, self.bar = False, 0, None
+
+    def __call__(self, pixels: int) -> None:
+        with self.lock:
+            if self.stopped:
+                raise CancelledError
+            self.done += pixels
+            if self.bar is None and time.monotonic() - self.began > _QUIET_SECONDS:
+                total, start = (int(n / 1e6) for n in (self.pixels, self.done))
+                every = max(1, total // 10)
+                self.bar = Bar("megapixels of files looked at", total, start=start, every=every)
+            elif self.bar is not None:
+                self.bar.advance(count=int(self.done / 1e6) - self.bar.done)
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.bar is not None:
+            self.bar.__exit__(*exception)
+
+
+def _state(path: Path) -> list[int]:
+    """Size and time of a file; of a folder, those of all files in it."""
+    files = [path]
+    if path.is_dir():
+        files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    found = [file.stat() for file in files]
+    return [sum(s.st_size for s in found), max((s.st_mtime_ns for s in found), default=0)]
+
+
+def _read_kept(kept: Path | None) -> dict[tuple[str, str], tuple[list[int], Found]]:
+    """The lines of earlier runs; one that cannot be read is left out, and its file read anew."""
+    known = {}
+    with contextlib.suppress(OSError):
+        for text in kept.read_text(errors="replace").splitlines() if kept is not None else ():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                line = json.loads(text)
+                held = _from_json(line["kind"], line["found"])
+                known[line["kind"], line["file"]] = line["state"], held
+    return known
+
+
+def _opened(kept: Path | None, stack: contextlib.ExitStack) -> Any:
+    with contextlib.suppress(OSError):
+        return None if kept is None else stack.enter_context(open(kept, "a"))
+
+
+def _keep(file: Any, job: Job, state: list[int], found: Found) -> None:
+    pairs = list(found.items()) if isinstance(found, dict) else list(found)
+    line = {"file": str(job.path.absolute()), "kind": job.kind, "state": state, "found": pairs}
+    with contextlib.suppress(OSError):  # what cannot be kept is looked at again
+        file.write(f"\n{json.dumps(line)}\n")  # a line that a killed process left may have no end
+        file.flush()
+
+
+def _from_json(kind: str, found: Any) -> Found:
+    if kind == "mask":
+        return {int(value): int(count) for value, count in found}
+    low, high = found
+    return low, high
