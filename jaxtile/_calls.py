@@ -36,7 +36,7 @@ from ._inline import any_call
 from ._linear import is_linear
 from ._rules import Axes, Equation, Need, Rule, Step, Windows, register
 from ._tile import Cut, Table, lookup, plan
-from ._trace import inside
+from ._trace import inside, is_gone
 from ._values import Graph, Value
 
 _SUMS = ("reduce_sum", "dot_general")
@@ -470,7 +470,7 @@ def _held(eqn: Equation, tile: _Tile, needs: Sequence[Sequence[Windows]]) -> lis
 def _traced(eqn: Equation, rule: Callable[..., Any], *shapes: Any) -> Any:
     with inside(True):
         closed = jax.make_jaxpr(rule)(*shapes)
-    if any(isinstance(c, jax.core.Tracer) and _is_gone(c) for c in closed.consts):
+    if any(isinstance(c, jax.core.Tracer) and is_gone(c) for c in closed.consts):
         raise ClosureError(
             f"the derivative rule of the `{eqn.primitive.name}` function at "
             f"{user_line(*eqn.source_infos)} closes over an array that was made inside the tiled "
@@ -478,11 +478,6 @@ def _traced(eqn: Equation, rule: Callable[..., Any], *shapes: Any) -> Any:
             "do: make that array outside, or pass it to the function as an operand"
         )
     return closed
-
-
-def _is_gone(tracer: jax.core.Tracer) -> bool:
-    """Does it belong to a trace that has ended?"""
-    return not tracer._trace.is_valid()
 
 
 def _inexact(avals) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,15 @@ from ._rules import Axes, untiled
 # the outermost schedule wins. Being a JAX context, it is part of the key of every `jit` cache, so a
 # jitted inner function is traced anew.
 inside = jax.make_user_context(False)
+
+
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The traces that functions were traced in. An array of one of them is gone when it has ended."""
+
+
+def is_gone(tracer: jax.core.Tracer) -> bool:
+    """Was it made inside a function that has been traced?"""
+    return tracer._trace in _ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +51,7 @@ def trace(fun, args, kwargs, in_axes) -> Traced:
     axes, rank = flat_axes(in_axes, args, kwargs, flat)
 
     def flat_fun(*leaves):
+        _ended.update(leaf._trace for leaf in leaves if isinstance(leaf, jax.core.Tracer))
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
         return call_unchanged(fun, call_args, call_kwargs)
 

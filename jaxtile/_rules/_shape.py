@@ -248,8 +248,8 @@ class Concatenate(Rule):
         ends = np.cumsum([eqn.in_avals[i].shape[dim] for i in parts])
         needs: list[Need | None] = [None] * len(eqn.in_avals)
         for i, begin in zip(parts, [0, *ends[:-1]], strict=True):
-            along = {dim: window[dim].moved(window[dim].starts - begin, window[dim].size)}
-            needs[i] = Need({**window, **along} if dim in window else window)
+            along = {d: w.moved(w.starts - begin, w.size) for d, w in window.items() if d == dim}
+            needs[i] = Need({**window, **along})
 
         def evaluate(scalars, *operands):
             found = [operands[i] for i in parts]
