@@ -22,6 +22,8 @@ from ml_collections import ConfigDict, config_flags
 import models
 import policies
 
+from .program import Signals, sentences
+
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
@@ -182,8 +184,16 @@ def workdir_flag() -> flags.FlagHolder:
     return flags.DEFINE_string("workdir", None, "folder of the run")
 
 
-def start(main: Callable[[Sequence[str]], Any]) -> None:
-    """`app.run` for a program with a config: bad flags end in one line."""
+def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
+    """`app.run` for all programs: bad flags, signals and a full disk end in one line.
+
+    `stopped` is what a user should know who stopped it.
+    """
+    Signals(stopped)
+
+    def run(argv: Sequence[str]) -> Any:
+        with sentences(stopped):
+            return main(argv)
 
     def parse(argv: Sequence[str]) -> Sequence[str]:
         try:
@@ -192,7 +202,7 @@ def start(main: Callable[[Sequence[str]], Any]) -> None:
         except ConfigError as error:
             sys.exit(f"error: {error}")
 
-    app.run(main, flags_parser=parse)
+    app.run(run, flags_parser=parse)
 
 
 def _check_overrides(argv: Sequence[str]) -> None:

@@ -33,12 +33,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 import jaxtile
 
 from .checkpoints import CheckpointError
-from .config import ConfigError
+from .config import ConfigError, start
 from .data._folder import as_bytes
 from .images import Image, ImageError, create_image, open_image
 from .progress import Bar, duration
@@ -224,8 +224,6 @@ def run(options: Any) -> None:
     """The program. What a user can mend ends it with one line."""
     try:
         _run(options)
-    except KeyboardInterrupt:
-        sys.exit("stopped: nothing was written")
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -312,4 +310,4 @@ def _times(size: Sequence[int]) -> str:
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    start(main, "nothing was written")

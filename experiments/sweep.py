@@ -57,8 +57,6 @@ def main(argv: list[str]) -> None:
         run(_CONFIG.value, chosen, _WORKDIR.value, shard=_SHARD.value, retry=_RETRY.value)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("stopped; what was measured is kept, and the same command goes on")
 
 
 def keep_off_devices() -> None:
@@ -196,4 +194,4 @@ def outcome(result: Result) -> str:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, "what was measured is kept, and the same command goes on")

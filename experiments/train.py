@@ -30,6 +30,7 @@ from .hosts import Watch, find_devices, join
 from .images import ImageError
 from .instruments import Clock, Profiler, tensorboard
 from .out_of_memory import OutOfMemory, Stopped
+from .program import Noted
 from .progress import Bar
 from .saved import Saved
 from .step import Program, Step, choose_policy, make_optimiser
@@ -50,8 +51,6 @@ def main(argv: list[str]) -> None:
         if not _WORKDIR.value:
             raise ConfigError("--workdir must name a folder for the run, as runs/quickstart")
         sys.exit(train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value))
-    except KeyboardInterrupt:
-        sys.exit("stopped at once; the same command goes on from the last checkpoint, if any")
     except (ConfigError, ImageError, CheckpointError, Stopped) as error:
         sys.exit(f"error: {error}")
 
@@ -114,7 +113,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     with (
         OutOfMemory(step, policy),
         Watch(devices, workdir.path),
-        Signals() as signals,
+        Noted() as signals,
         Profiler(workdir.path / "profile", profile) as profiler,
         data.Batches(train_set, config.train.batch_size, seed=config.seed, start=done) as batches,
         Bar("step", total, start=done, every=config.log.every) as bar,
@@ -245,24 +244,5 @@ class Refusal:
             raise ConfigError(str(error)) from error
 
 
-class Signals:
-    """Ctrl-C and SIGTERM wait for the end of the step; a second one does not."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-
-    def __enter__(self) -> Signals:
-        self._before = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._before[number])
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 if __name__ == "__main__":
-    start(main)
+    start(main, "the same command goes on from the last checkpoint, if any")

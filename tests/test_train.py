@@ -25,11 +25,13 @@ def command(workdir: pathlib.Path, *more: str) -> list[str]:
     return [*start, f"--workdir={workdir}", *more]
 
 
-def launch(workdir: pathlib.Path, *more: str, memory: int | None = None) -> subprocess.Popen:
+def launch(
+    workdir: pathlib.Path, *more: str, memory: int | None = None, optimised: bool = False
+) -> subprocess.Popen:
     environment = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": "" if optimised else "--xla_backend_optimization_level=0",
     }
     limit = ["bash", "-c", f'ulimit -v {memory // 1024}; exec "$@"', "bash"] if memory else []
     return subprocess.Popen(
@@ -127,21 +129,50 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path
     assert final(tmp_path) == final(uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_run_goes_on(uninterrupted, tmp_path, number):
-    process = launch(tmp_path)
-    when(process, lambda: steps_written(tmp_path) >= 30)
+def test_signals_save_and_the_run_goes_on(uninterrupted, tmp_path):
+    done = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process = launch(tmp_path)
+        when(process, lambda: steps_written(tmp_path) >= done + 10)
+        process.send_signal(number)
+        text, _ = process.communicate(timeout=100)
+        assert process.returncode == 128 + number, text
+        assert f"stopped by {number.name}" in text
+        assert "saved" in text
+        assert "Traceback" not in text
+        assert not done or f"going on after step {done}" in text
+        saved = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
+        done = saved.step
+        assert done == steps_written(tmp_path)
+    code, text = run(tmp_path)
+    assert code == 0, text
+    assert f"going on after step {done}" in text
+    assert final(tmp_path) == final(uninterrupted)
+
+
+def test_a_signal_while_compiling_stops_at_once(tmp_path):
+    """A large network, optimised, takes long."""
+    number = signal.SIGINT
+    process = launch(tmp_path, "--config.model.depth=4", "--config.data.size=256", optimised=True)
+    assert process.stdout.readline().startswith("unet, ")
     process.send_signal(number)
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + number, text
-    assert "saved" in text
+    assert f"stopped by {number.name}; the same command goes on" in text
+    assert "compiled in" not in text
     assert "Traceback" not in text
+
+
+def test_nobody_reads_what_it_prints(tmp_path):
+    """As with `| head -1`: it stops as after a signal, without a word."""
+    process = launch(tmp_path, "--config.log.every=1")
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.stdout.close()
+    assert process.wait(100) == 128 + signal.SIGPIPE
     saved = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
-    assert saved.step == steps_written(tmp_path)
-    code, text = run(tmp_path)
-    assert code == 0, text
-    assert f"going on after step {saved.step}" in text
-    assert final(tmp_path) == final(uninterrupted)
+    assert saved.step == steps_written(tmp_path) >= 3
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_path):
