@@ -192,7 +192,7 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
     Signals(stopped)
 
     def run(argv: Sequence[str]) -> Any:
-        with sentences(stopped):
+        with sentences(stopped, ConfigError):
             return main(argv)
 
     def parse(argv: Sequence[str]) -> Sequence[str]:

@@ -26,39 +26,40 @@ from ml_collections import ConfigDict
 from . import data, summary
 from .checkpoints import CheckpointError
 from .config import ConfigError, check, config_flag, start, workdir_flag
-from .hosts import Watch, find_devices, join
+from .hosts import find_devices, join
 from .images import ImageError
 from .instruments import Clock, Profiler, tensorboard
 from .out_of_memory import OutOfMemory, Stopped
-from .program import Noted
+from .program import Noted, sentences
 from .progress import Bar
 from .saved import Saved
 from .step import Program, Step, choose_policy, make_optimiser
 from .task import Task
+from .watch import Watch
 from .workdir import ReadOnly, Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
 _PROFILE = flags.DEFINE_bool("profile", False, "trace five steps into WORKDIR/profile")
+_STOPPED = "the same command goes on from the last checkpoint, if any"
+_SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped)
 
 
 def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
-    try:
+    with Watch(join(), _WORKDIR.value), sentences(_STOPPED, *_SENTENCES):
         if not isinstance(_CONFIG.value, ConfigDict):
             raise ConfigError("--config must name a file, as configs/quickstart.py")
         if not _WORKDIR.value:
             raise ConfigError("--workdir must name a folder for the run, as runs/quickstart")
-        sys.exit(train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value))
-    except (ConfigError, ImageError, CheckpointError, Stopped) as error:
-        sys.exit(f"error: {error}")
+        code = train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value)
+    sys.exit(code)
 
 
 def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     """Run to the end, or to a signal. Returns the exit code."""
     check(config)
-    join()
     devices = find_devices(config.mesh)
     devices.check_alike(config.to_json())
     workdir = Workdir(path) if devices.is_first else ReadOnly(path)
@@ -112,7 +113,6 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     boards = tensorboard(config, workdir.path, done)
     with (
         OutOfMemory(step, policy),
-        Watch(devices, workdir.path),
         Noted() as signals,
         Profiler(workdir.path / "profile", profile) as profiler,
         data.Batches(train_set, config.train.batch_size, seed=config.seed, start=done) as batches,
@@ -245,4 +245,4 @@ class Refusal:
 
 
 if __name__ == "__main__":
-    start(main, "the same command goes on from the last checkpoint, if any")
+    start(main, _STOPPED)
