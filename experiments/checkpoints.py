@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import pathlib
 import shutil
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -58,9 +59,9 @@ def unflatten(like: Any, arrays: Arrays) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the newest `keep` stay."""
+    """The checkpoints in a folder, of which the newest `keep` stay; None: all."""
 
-    def __init__(self, folder: pathlib.Path, *, keep: int, read_only: bool = False):
+    def __init__(self, folder: pathlib.Path, *, keep: int | None, read_only: bool = False):
         import orbax.checkpoint as ocp
 
         logging.set_verbosity(logging.ERROR)  # orbax warns of what is meant, as of `read_only`
@@ -86,14 +87,15 @@ class Checkpoints:
             self.folder, options=options, item_names=("arrays", "record")
         )
 
-    def save(self, step: int, tree: Any, record: dict[str, Any], replace: bool = False) -> None:
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps()) if self._manager else []
+
+    def save(self, step: int, tree: Any, record: dict[str, Any]) -> None:
         """Write one. If the step is there already, it is left as it is: a run comes to the same
-        state again. `replace` it where that need not be so, and where it may be lost meanwhile.
+        state again.
         """
-        if step in self._manager.all_steps():
-            if not replace:
-                return
-            self._manager.delete(step)
+        if step in self.steps():
+            return
         arrays = {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
         args = self._ocp.args
         self._manager.save(
@@ -106,16 +108,25 @@ class Checkpoints:
         )
         self._manager.wait_until_finished()
 
-    def forget_after(self, step: int) -> None:
-        """Remove those of later steps: a run that goes on from here comes to them again."""
-        for later in [s for s in self._manager.all_steps() if s > step]:
-            self._manager.delete(later)
+    def keep_only(self, wanted: Container[int]) -> None:
+        """Remove those of other steps."""
+        for step in self.steps():
+            if step not in wanted:
+                self._manager.delete(step)
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays; nothing if it is damaged."""
+        args = self._ocp.args
+        try:
+            found = self._manager.restore(step, args=args.Composite(record=args.JsonRestore()))
+            return found.record["record"]
+        except Exception:  # whatever orbax makes of damaged files
+            return {}
 
     def restore(self) -> Restored | None:
         """The newest one that is whole; None if there is none at all."""
-        steps = sorted(self._manager.all_steps(), reverse=True) if self._manager else []
         damaged = []
-        for step in steps:
+        for step in reversed(self.steps()):
             try:
                 found = self._read(step)
             except Exception as error:  # whatever orbax makes of damaged files

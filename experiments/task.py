@@ -251,6 +251,12 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
             print(f"warning: {error}", flush=True)
             continue
         if found is not None:
+            if name == "checkpoints" and found.record.get("best"):
+                print(
+                    f"warning: {folder / 'best'} lacks the best weights, of step "
+                    f"{found.record['best']['step']}: these are the last, of step {found.step}",
+                    flush=True,
+                )
             averaged = {
                 k.removeprefix("ema."): v for k, v in found.arrays.items() if k.startswith("ema.")
             }

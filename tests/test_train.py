@@ -14,6 +14,8 @@ import pytest
 import tifffile
 
 from experiments.checkpoints import Checkpoints
+from experiments.hosts import Devices
+from experiments.saved import Saved
 from experiments.task import load_trained
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -173,6 +175,33 @@ def test_nobody_reads_what_it_prints(tmp_path):
     assert process.wait(100) == 128 + signal.SIGPIPE
     saved = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
     assert saved.step == steps_written(tmp_path) >= 3
+
+
+def test_the_best_weights_stay_until_a_checkpoint_names_better_ones(tmp_path):
+    """Killed after a new best and before a checkpoint, a run may not come to that best again."""
+
+    def steps(name: str) -> list[int]:
+        return [int(p.name) for p in tmp_path.glob(f"{name}/*") if p.name.isdigit()]
+
+    more = ["train.steps=100000", "eval.every=5", "checkpoint.every=100000", "log.every=1000"]
+    more = [f"--config.{m}" for m in more]
+    process = launch(tmp_path, *more)
+    when(process, lambda: steps("best"))
+    process.terminate()
+    text, _ = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, text
+    [done] = steps("checkpoints")
+    process = launch(tmp_path, *more)
+    when(process, lambda: max(steps("best")) > done)
+    process.kill()
+    text, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, text
+
+    saved = Saved(tmp_path, keep=3, devices=Devices())
+    named = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore().record["best"]
+    assert load_trained(tmp_path).step > done >= named["step"]
+    saved.forget_best_after(done)  # as the run does when it goes on
+    assert load_trained(tmp_path).step == named["step"]
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_path):
