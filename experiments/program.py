@@ -126,7 +126,7 @@ def _not_ignored() -> list[signal.Signals]:
 
 
 class _Output:
-    """A stream that goes on, into nothing, when nobody reads it: then `unread` is called once."""
+    """A stream that goes on into nothing when nobody reads it; `unread` is then called once."""
 
     def __init__(self, stream: TextIO, unread: Callable[[], None]):
         self._stream, self._unread = stream, unread
@@ -145,12 +145,13 @@ class _Output:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise
+            # What is left in the buffer would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            # A terminal that was closed (EIO) says so with SIGHUP, to those who care.
             if error.errno == errno.EPIPE:
                 self._unread()
+            elif error.errno != errno.EIO:  # a closed terminal sends SIGHUP, to those who care
+                error.filename = self._stream.name
+                raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -63,7 +63,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     devices = find_devices(config.mesh)
     devices.check_alike(config.to_json())
     workdir = Workdir(path) if devices.is_first else ReadOnly(path)
-    workdir.adopt(config)
+    workdir.check(config)
     make_repeatable(workdir.path, config.deterministic)
     task = Task(config)
     with Refusal():
@@ -92,7 +92,9 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     )
 
     state = devices.everywhere(state)
-    workdir.rewind(done)
+    workdir.adopt(config)
+    every = config.eval.every
+    workdir.rewind(done, range(every, done + 1, every) if every else ())
     saved.forget_best_after(done)
 
     def save() -> None:

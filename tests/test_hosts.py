@@ -130,7 +130,7 @@ def test_an_error_in_one_process_ends_all(tmp_path):
 
 def test_a_full_disk_in_the_first_process_ends_all(tmp_path):
     def full():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
     processes = launch_two(tmp_path / "run", first={"preexec_fn": full})
     for process, text in [(p, ended(p)) for p in processes]:

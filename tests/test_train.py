@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +14,14 @@ import time
 import numpy as np
 import pytest
 import tifffile
+from ml_collections import ConfigDict
 
 from experiments.checkpoints import Checkpoints
+from experiments.config import ConfigError
 from experiments.hosts import Devices
 from experiments.saved import Saved
 from experiments.task import load_trained
+from experiments.workdir import Workdir
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 120
@@ -28,7 +33,11 @@ def command(workdir: pathlib.Path, *more: str) -> list[str]:
 
 
 def launch(
-    workdir: pathlib.Path, *more: str, memory: int | None = None, optimised: bool = False
+    workdir: pathlib.Path,
+    *more: str,
+    memory: int | None = None,
+    optimised: bool = False,
+    options: dict | None = None,
 ) -> subprocess.Popen:
     environment = {
         **os.environ,
@@ -43,6 +52,7 @@ def launch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        **(options or {}),
     )
 
 
@@ -240,6 +250,91 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     assert first.poll() is None
     first.kill()
     first.communicate()
+
+
+def test_a_run_without_its_config_does_not_go_on(uninterrupted, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(uninterrupted, workdir)
+    file = workdir / "config.json"
+    before = file.read_text()
+    file.write_text(before[:500])
+    code, text = run(workdir)
+    assert code == 1
+    assert f"error: {file} is damaged: " in text
+    way_out = text.strip().rpartition("If the settings are the same: ")[2]
+    assert "Traceback" not in text
+    subprocess.run(way_out, shell=True, check=True)
+    assert file.read_text() == before
+    code, text = run(workdir)
+    assert code == 0, text
+    assert "complete" in text
+
+    file.unlink()
+    config = ConfigDict(json.loads(before))
+    config.seed = 1
+    folder = Workdir(workdir)
+    with pytest.raises(ConfigError, match=r"config.json is missing.*nobody can tell"):
+        folder.check(config)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"config.json is damaged: it is not the config of a run"):
+        folder.check(config)
+    with pytest.raises(ConfigError, match=r"config.json is damaged"):
+        load_trained(workdir)
+    file.write_text(before)
+    with pytest.raises(ConfigError, match="seed: 0 there, 1 here"):
+        folder.check(config)
+    folder.close()
+
+
+def test_what_is_lost_of_a_run_is_said(tmp_path):
+    """A refused command changes nothing; lines and plans that are damaged are named."""
+    more = ["train.schedule=constant", "policy=budget:1MiB", "eval.every=2", "checkpoint.every=1"]
+    more = [f"--config.{m}" for m in more]
+    code, text = run(tmp_path, *more, "--config.train.steps=6")
+    assert code == 0, text
+    before = (tmp_path / "config.json").read_bytes()
+    code, text = run(tmp_path, *more, "--config.train.steps=5")
+    assert code == 1
+    assert "less than the 6 steps done already" in text
+    assert (tmp_path / "config.json").read_bytes() == before
+
+    metrics, timing = tmp_path / "metrics.jsonl", tmp_path / "timing.jsonl"
+    lines = metrics.read_text().splitlines()
+    steps = [(json.loads(line)["step"], "split" in line) for line in lines]
+    lost = [(3, False), (4, False), (4, True)]
+    kept = [line for line, step in zip(lines, steps, strict=True) if step not in lost]
+    metrics.write_text("\n".join(["\0 no line", *kept, '{"step": 2}', "[]"]) + "\n")
+    timing.write_text(timing.read_text() + '{"step": 3}\n')
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    plan["stages"][0]["stored"] = ["nosuch"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    code, text = run(tmp_path, *more, "--config.train.steps=8")
+    assert code == 0, text
+    assert f"3 lines of {metrics} cannot be read" in text
+    assert f"1 lines of {timing} cannot be read" in text
+    assert f"{metrics} lacks the steps 3 to 4;" in text
+    assert f"{metrics} lacks the evaluations after steps 4;" in text
+    assert "it stores 'nosuch', which the function does not have" in text
+    assert "planning anew" in text
+    assert metrics.read_text().splitlines()[: len(kept)] == kept
+    assert (tmp_path / "damaged/metrics.jsonl").read_text().startswith("\0 no line")
+
+
+@pytest.mark.parametrize(
+    "file, size, reason",
+    [
+        ("checkpoints", 2000, "the checkpoint of step 2 cannot be written to "),
+        ("metrics.jsonl", 5000, "metrics.jsonl: File too large"),
+    ],
+)
+def test_a_full_disk_is_one_line(tmp_path, file, size, reason):
+    every = 2 if file == "checkpoints" else 1000
+    full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))}
+    code, text = run(tmp_path, f"--config.checkpoint.every={every}", options=full)
+    assert code == 1
+    assert text.splitlines()[-1].startswith("error: "), text
+    assert reason in text.splitlines()[-1]
+    assert "Traceback" not in text
 
 
 def test_other_settings_in_the_same_folder_are_refused(uninterrupted):
