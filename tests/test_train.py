@@ -93,6 +93,11 @@ def uninterrupted(tmp_path_factory) -> pathlib.Path:
     return workdir
 
 
+def with_programs(uninterrupted: pathlib.Path, workdir: pathlib.Path) -> None:
+    """So that they are not compiled again, which takes most of the time of a run."""
+    shutil.copytree(uninterrupted / "compiled", workdir / "compiled")
+
+
 def test_a_run(uninterrupted):
     lines = [json.loads(line) for line in (uninterrupted / "metrics.jsonl").open()]
     train = [line for line in lines if "split" not in line]
@@ -142,6 +147,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path
 
 
 def test_signals_save_and_the_run_goes_on(uninterrupted, tmp_path):
+    with_programs(uninterrupted, tmp_path)
     done = 0
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         process = launch(tmp_path)
@@ -175,8 +181,9 @@ def test_a_signal_while_compiling_stops_at_once(tmp_path):
     assert "Traceback" not in text
 
 
-def test_nobody_reads_what_it_prints(tmp_path):
+def test_nobody_reads_what_it_prints(uninterrupted, tmp_path):
     """As with `| head -1`: it stops as after a signal, without a word."""
+    with_programs(uninterrupted, tmp_path)
     process = launch(tmp_path, "--config.log.every=1")
     for line in process.stdout:
         if line.startswith("step 3/"):
@@ -215,6 +222,7 @@ def test_the_best_weights_stay_until_a_checkpoint_names_better_ones(tmp_path):
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_path):
+    with_programs(uninterrupted, tmp_path)
     process = launch(tmp_path)
     when(process, lambda: (tmp_path / "checkpoints/48").exists())
     process.kill()
@@ -327,7 +335,8 @@ def test_what_is_lost_of_a_run_is_said(tmp_path):
         ("metrics.jsonl", 5000, "metrics.jsonl: File too large"),
     ],
 )
-def test_a_full_disk_is_one_line(tmp_path, file, size, reason):
+def test_a_full_disk_is_one_line(uninterrupted, tmp_path, file, size, reason):
+    with_programs(uninterrupted, tmp_path)
     every = 2 if file == "checkpoints" else 1000
     full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))}
     code, text = run(tmp_path, f"--config.checkpoint.every={every}", options=full)
