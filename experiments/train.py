@@ -94,7 +94,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     state = devices.everywhere(state)
     workdir.adopt(config)
     every = config.eval.every
-    workdir.rewind(done, range(every, done + 1, every) if every else ())
+    evaluated = workdir.rewind(done, range(every, done + 1, every) if every else ())
     saved.forget_best_after(done)
 
     def save() -> None:
@@ -111,6 +111,8 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
             saved.save_best(done, state, record)
         return result
 
+    if devices.from_first(np.array(done == total and done not in evaluated)):
+        evaluate()  # its line is lost, and the summary is about it
     clock = Clock(workdir, config.train.batch_size, train_set.shape)
     boards = tensorboard(config, workdir.path, done)
     with (

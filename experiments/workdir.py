@@ -74,17 +74,19 @@ class Workdir:
         """Make it the folder of this config, which was not refused."""
         write_atomically(self.path / "config.json", _as_text(config))
 
-    def rewind(self, step: int, evaluated: Iterable[int]) -> None:
+    def rewind(self, step: int, evaluated: Iterable[int]) -> set[int]:
         """Forget the metrics after a step: they will be computed again. Then open for writing.
 
         Lines up to there, and of the evaluations after these steps, cannot be: if some are missing,
-        or cannot be read, that is said, and the run goes on without them.
+        or cannot be read, that is said, and the run goes on without them. Returns the steps after
+        which there are evaluations.
         """
         found = self._kept("metrics.jsonl", _METRICS, step)
         self._kept("timing.jsonl", _TIMING, step)
+        evaluations = {n for split, n in found if split}
         gaps = [
             ("steps", {*range(1, step + 1)} - {n for split, n in found if split is None}),
-            ("evaluations after steps", {*evaluated} - {n for split, n in found if split}),
+            ("evaluations after steps", {*evaluated} - evaluations),
         ]
         for what, missing in gaps:
             if missing:
@@ -94,6 +96,7 @@ class Workdir:
                     flush=True,
                 )
         self._metrics = open(self.path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        return evaluations
 
     def _kept(self, name: str, names: set[str], step: int) -> list[tuple[str | None, int]]:
         """Write a file anew with its lines up to a step; returns the split and step of each."""
@@ -151,7 +154,8 @@ class ReadOnly(Workdir):
 
     def adopt(self, config: ConfigDict) -> None: ...
 
-    def rewind(self, step: int, evaluated: Iterable[int]) -> None: ...
+    def rewind(self, step: int, evaluated: Iterable[int]) -> set[int]:
+        return set()
 
     def write(self, record: dict[str, Any]) -> None: ...
 

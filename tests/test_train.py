@@ -328,6 +328,20 @@ def test_what_is_lost_of_a_run_is_said(tmp_path):
     assert (tmp_path / "damaged/metrics.jsonl").read_text().startswith("\0 no line")
 
 
+def test_a_run_that_lost_its_metrics_has_a_summary(uninterrupted, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(uninterrupted, workdir)
+    for name in ("metrics.jsonl", "summary.txt"):
+        (workdir / name).unlink()
+    code, text = run(workdir)
+    assert code == 0, text
+    assert f"lacks the steps 1 to {STEPS};" in text
+    assert "lacks the evaluations after steps 45, 90;" in text
+    [line] = (workdir / "metrics.jsonl").read_text().splitlines()
+    assert line == (uninterrupted / "metrics.jsonl").read_text().splitlines()[-1]
+    assert (workdir / "summary.txt").exists()
+
+
 @pytest.mark.parametrize(
     "file, size, reason",
     [
