@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 5.0  # that a program has, after a signal, to leave in order
+_ONCE_SECONDS = 1.0  # some send a signal twice, as `timeout` does: to the process and to its group
 
 
 class Interrupted(KeyboardInterrupt):
@@ -85,17 +86,21 @@ class Signals:
             signal.getsignal(signal.SIGTERM)(signal.SIGPIPE, None)
 
     def _watch(self, reading: int) -> None:
-        received = 0
+        first = None
         while letter := os.read(reading, 1):
             number = letter[0]
             if number not in _SIGNALS:
                 continue
-            received += 1
-            if received > 1 or signal.getsignal(number) == self._receive:
+            first = first or time.monotonic()
+            if _is_second(first) or signal.getsignal(number) == self._receive:
                 time.sleep(_GRACE_SECONDS)
                 with contextlib.suppress(OSError):
                     os.write(2, f"{_ending(Interrupted(number), self.stopped)}\n".encode())
                 os._exit(128 + number)
+
+
+def _is_second(first: float) -> bool:
+    return time.monotonic() - first > _ONCE_SECONDS
 
 
 class Noted:
@@ -103,6 +108,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._at = 0.0
 
     def __enter__(self) -> Noted:
         self._before = {s: signal.signal(s, self._receive) for s in _not_ignored()}
@@ -110,8 +116,8 @@ class Noted:
 
     def _receive(self, number: int, frame: Any) -> None:
         if self.received is None:
-            self.received = signal.Signals(number)
-        elif number != signal.SIGPIPE:  # nobody in particular sent that one
+            self.received, self._at = signal.Signals(number), time.monotonic()
+        elif _is_second(self._at) and number != signal.SIGPIPE:  # which nobody sends
             raise Interrupted(number)
 
     def __exit__(self, *_: Any) -> None:

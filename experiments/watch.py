@@ -162,7 +162,7 @@ def _described(error: BaseException) -> tuple[str, int]:
         return f"{type(error).__name__}: {error}".splitlines()[0], 1
     if isinstance(error.code, str):
         return error.code.removeprefix("error: "), 1
-    return str(error.__context__), error.code  # a signal
+    return str(error.__context__ or f"exit {error.code}"), error.code or 1  # a signal
 
 
 def _hello(peer: socket.socket) -> str:

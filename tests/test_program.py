@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -19,8 +20,8 @@ library.pthread_mutex_lock(lock)
 library.pthread_mutex_lock(lock)
 """
 IN_PYTHON = """
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     while True: time.sleep(1000)
 finally:
     print("left in order", flush=True)
@@ -82,6 +83,9 @@ def test_the_second_signal_ends_what_the_first_one_did_not(second):
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "noted SIGINT\n"
+    process.send_signal(signal.SIGINT)  # at once: it is the same, which was sent twice
+    time.sleep(1.1)
+    assert process.poll() is None
     process.send_signal(second)
     code, _, errors = ended(process)
     assert code == 128 + second

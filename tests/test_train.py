@@ -251,7 +251,8 @@ def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     first = launch(tmp_path)
-    when(first, lambda: (tmp_path / "config.json").exists())
+    lock = tmp_path / "lock"
+    when(first, lambda: lock.exists() and lock.read_text())
     code, text = run(tmp_path)
     assert code == 1
     assert f"another run (process {first.pid})" in text
