@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -191,18 +190,12 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
     """
     Signals(stopped)
 
-    def run(argv: Sequence[str]) -> Any:
-        with sentences(stopped, ConfigError):
-            return main(argv)
-
     def parse(argv: Sequence[str]) -> Sequence[str]:
-        try:
-            _check_overrides(argv)
-            return app.parse_flags_with_usage(list(argv))
-        except ConfigError as error:
-            sys.exit(f"error: {error}")
+        _check_overrides(argv)
+        return app.parse_flags_with_usage(list(argv))
 
-    app.run(run, flags_parser=parse)
+    with sentences(stopped, ConfigError):
+        app.run(main, flags_parser=parse)
 
 
 def _check_overrides(argv: Sequence[str]) -> None:

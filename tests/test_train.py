@@ -23,6 +23,8 @@ from experiments.saved import Saved
 from experiments.task import load_trained
 from experiments.workdir import Workdir
 
+from .tiny_config import get_config
+
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 120
 
@@ -242,6 +244,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_pa
 def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     checkpoints.save(24, {"a": np.ones(3)}, {})
+    (tmp_path / "config.json").write_text(get_config().to_json())
     (tmp_path / "checkpoints/24/record/metadata").write_text("{")
     code, text = run(tmp_path)
     assert code == 1
