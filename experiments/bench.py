@@ -20,13 +20,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 
-from absl import app, flags
+from absl import flags
 from ml_collections import ConfigDict
 
 from . import peers
 from .baselines import PLAIN, SHARDED
 from .cell import Cell, check
-from .config import ConfigError, sweep, workdir_flag
+from .config import ConfigError, start, sweep, workdir_flag
 from .results import Result, append, read
 from .sweep import keep_off_devices, machine, measured, outcome, process
 from .workdir import Workdir
@@ -187,4 +187,4 @@ def _ratio(value: float | None, plain: float | None) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    start(main)

@@ -13,12 +13,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 import jaxtile
 from policies import Costs
 from policies._costs import has_host_memory, measured_path
 
+from .config import start
 from .measure import measure
 
 _OUTPUT = flags.DEFINE_string("output", None, "where to write; default: where the planner looks")
@@ -169,4 +170,4 @@ def _gradient(fun, size: int, dtype: str = "float32") -> float:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    start(main)

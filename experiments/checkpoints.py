@@ -8,9 +8,12 @@ noticed; a damaged checkpoint is set aside, with a warning, and the one before i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 import shutil
+import sys
+from collections.abc import Container
 from typing import Any
 
 import jax
@@ -21,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class CheckpointError(RuntimeError):
-    """No checkpoint can be used, although there are some."""
+    """No checkpoint can be used, although there are some; or none can be written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,14 +61,16 @@ def unflatten(like: Any, arrays: Arrays) -> Any:
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the newest `keep` stay."""
+    """The checkpoints in a folder, of which the newest `keep` stay; None: all."""
 
-    def __init__(self, folder: pathlib.Path, *, keep: int, read_only: bool = False):
+    def __init__(self, folder: pathlib.Path, *, keep: int | None, read_only: bool = False):
         import orbax.checkpoint as ocp
 
-        logging.set_verbosity(logging.ERROR)  # orbax warns of what is meant, as of `read_only`
+        # Orbax warns of what is meant, as of `read_only`, and prints what it raises as well.
+        logging.set_verbosity(logging.FATAL)
         self._ocp, self.folder = ocp, folder.absolute()
         self._manager, self._read_only = None, read_only
+        _ignore_closed_loops()
         if read_only and not folder.is_dir():
             return
         alone = {}
@@ -86,42 +91,57 @@ class Checkpoints:
             self.folder, options=options, item_names=("arrays", "record")
         )
 
-    def save(self, step: int, tree: Any, record: dict[str, Any], replace: bool = False) -> None:
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps()) if self._manager else []
+
+    def save(self, step: int, tree: Any, record: dict[str, Any]) -> None:
         """Write one. If the step is there already, it is left as it is: a run comes to the same
-        state again. `replace` it where that need not be so, and where it may be lost meanwhile.
+        state again.
         """
-        if step in self._manager.all_steps():
-            if not replace:
-                return
-            self._manager.delete(step)
+        if step in self.steps():
+            return
         arrays = {name: np.asarray(leaf) for name, leaf in flatten(tree).items()}
         args = self._ocp.args
-        self._manager.save(
-            step,
-            args=args.Composite(
-                arrays=args.StandardSave(arrays),
-                record=args.JsonSave({"digest": digest(arrays), "record": record}),
-            ),
-            force=True,
+        content = args.Composite(
+            arrays=args.StandardSave(arrays),
+            record=args.JsonSave({"digest": digest(arrays), "record": record}),
         )
-        self._manager.wait_until_finished()
+        try:
+            self._manager.save(step, args=content, force=True)
+            self._manager.wait_until_finished()
+        except Exception as error:  # whatever orbax makes of a full disk
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written to {self.folder}: "
+                f"{_first_line(error)}. Those before it are as they were"
+            ) from error
 
-    def forget_after(self, step: int) -> None:
-        """Remove those of later steps: a run that goes on from here comes to them again."""
-        for later in [s for s in self._manager.all_steps() if s > step]:
-            self._manager.delete(later)
+    def keep_only(self, wanted: Container[int]) -> None:
+        """Remove those of other steps."""
+        for step in self.steps():
+            if step not in wanted:
+                self._manager.delete(step)
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What was saved beside the arrays; nothing if it is damaged."""
+        args = self._ocp.args
+        try:
+            found = self._manager.restore(step, args=args.Composite(record=args.JsonRestore()))
+            return found.record["record"]
+        except Exception:  # whatever orbax makes of damaged files
+            return {}
 
     def restore(self) -> Restored | None:
         """The newest one that is whole; None if there is none at all."""
-        steps = sorted(self._manager.all_steps(), reverse=True) if self._manager else []
         damaged = []
-        for step in steps:
+        for step in reversed(self.steps()):
             try:
                 found = self._read(step)
             except Exception as error:  # whatever orbax makes of damaged files
-                reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
                 damaged.append(step)
-                print(f"warning: the checkpoint of step {step} is damaged ({reason})", flush=True)
+                print(
+                    f"warning: the checkpoint of step {step} is damaged ({_first_line(error)})",
+                    flush=True,
+                )
                 continue
             for step in damaged:
                 self._set_aside(step)
@@ -158,6 +178,26 @@ class Checkpoints:
     def close(self) -> None:
         if self._manager:
             self._manager.close()
+
+
+@functools.cache
+def _ignore_closed_loops() -> None:
+    """If one of orbax's writes fails, the others find its event loop closed, and threads print that
+    beside the error.
+    """
+    before = sys.unraisablehook
+
+    def hook(found: Any) -> None:
+        if str(found.exc_value) != "Event loop is closed":
+            before(found)
+
+    sys.unraisablehook = hook
+
+
+def _first_line(error: Exception) -> str:
+    """Without the middle, if it is long: the cause is at the end."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return line if len(line) <= 200 else f"{line[:90]} ... {line[-100:]}"
 
 
 def digest(arrays: Arrays) -> str:

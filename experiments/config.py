@@ -12,7 +12,6 @@ import importlib.util
 import itertools
 import math
 import pathlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,8 @@ from ml_collections import ConfigDict, config_flags
 
 import models
 import policies
+
+from .program import Signals, sentences
 
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
@@ -200,17 +201,19 @@ def workdir_flag() -> flags.FlagHolder:
     return flags.DEFINE_string("workdir", None, "folder of the run")
 
 
-def start(main: Callable[[Sequence[str]], Any]) -> None:
-    """`app.run` for a program with a config: bad flags end in one line."""
+def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
+    """`app.run` for all programs: bad flags, signals and a full disk end in one line.
+
+    `stopped` is what a user should know who stopped it.
+    """
+    Signals(stopped)
 
     def parse(argv: Sequence[str]) -> Sequence[str]:
-        try:
-            _check_overrides(argv)
-            return app.parse_flags_with_usage(list(argv))
-        except ConfigError as error:
-            sys.exit(f"error: {error}")
+        _check_overrides(argv)
+        return app.parse_flags_with_usage(list(argv))
 
-    app.run(main, flags_parser=parse)
+    with sentences(stopped, ConfigError):
+        app.run(main, flags_parser=parse)
 
 
 def _check_overrides(argv: Sequence[str]) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags, logging
 from jax import lax
 
 import jaxtile
 
+from .config import start
 from .measure import measure
 
 _SIZE = flags.DEFINE_integer("size", 512, "height and width of the image")
@@ -59,4 +60,4 @@ def step(fun):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    start(main)

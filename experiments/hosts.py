@@ -11,19 +11,16 @@ Under SLURM and Open MPI the flags are not needed.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import pathlib
-import socket
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from absl import flags
+from jax._src.distributed import global_state  # it has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,15 +30,19 @@ _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of the first 
 _PROCESSES = flags.DEFINE_integer("processes", None, "processes of this run")
 _PROCESS = flags.DEFINE_integer("process", None, "which of them this is, from 0")
 
-_HEARTBEAT_SECONDS = 30  # a process that was silent for so long is lost
+_HEARTBEAT_SECONDS = 120  # JAX aborts then, without a sentence: `Watch` ends a run before
 _CLUSTERS = (
     ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
     ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE"),
 )
 
 
-def join() -> None:
-    """Find the other processes of this run, if flags or a cluster's environment say there are."""
+def join() -> Any:
+    """Find the other processes of this run, if flags or a cluster's environment say there are.
+
+    Returns what JAX knows of them, without starting a device: `process_id`, `num_processes`,
+    `coordinator_address` and `client`, with which they share small texts.
+    """
     given = (_COORDINATOR.value, _PROCESSES.value, _PROCESS.value)
     if any(v is not None for v in given):
         if None in given or not 0 <= _PROCESS.value < _PROCESSES.value:
@@ -57,7 +58,9 @@ def join() -> None:
     elif any(job in os.environ and int(os.environ.get(n, 1)) > 1 for job, n in _CLUSTERS):
         arguments = {}
     else:
-        return
+        return global_state
+    # It would take SIGTERM for itself.
+    jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
             **arguments, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS, initialization_timeout=120
@@ -67,8 +70,9 @@ def join() -> None:
             f"the {given[1] or ''} processes of this run did not find each other at "
             f"{given[0] or 'the address that the cluster gives'}: {str(error).splitlines()[0]}"
         ) from error
-    if jax.process_index() > 0:
+    if global_state.process_id > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return global_state
 
 
 def find_devices(shape: tuple[int, ...]) -> Devices:
@@ -194,71 +198,3 @@ class Devices:
 
 def _global(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
-
-
-class Watch:
-    """A context in which the loss of another process ends this one, with what to do.
-
-    A collective operation may wait for a lost process for ever. Every process holds a connection to
-    the first one, which the system closes when either ends, however it ends; JAX itself notices a
-    silent host after a while.
-    """
-
-    def __init__(self, devices: Devices, folder: pathlib.Path):
-        self.devices, self.folder = devices, folder
-        self._peers: list[socket.socket] = []
-        self._over = False
-
-    def __enter__(self) -> Watch:
-        if self.devices.processes > 1:
-            self._connect()
-            for peer in self._peers:
-                threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
-        return self
-
-    def _connect(self) -> None:
-        if self.devices.is_first:
-            server = socket.create_server(("", 0), backlog=self.devices.processes)
-            host = (_COORDINATOR.value or socket.gethostname()).rpartition(":")[0]
-            self._announced(f"{host or socket.gethostname()} {server.getsockname()[1]}")
-            server.settimeout(_HEARTBEAT_SECONDS)
-            self._peers = [server.accept()[0] for _ in range(self.devices.processes - 1)]
-            server.close()
-        else:
-            host, port = self._announced("").split()
-            self._peers = [socket.create_connection((host, int(port)), _HEARTBEAT_SECONDS)]
-        for peer in self._peers:
-            peer.settimeout(None)
-
-    def _announced(self, text: str) -> str:
-        """The first process's text, in all of them."""
-        letters = np.zeros(256, np.uint8)
-        letters[: len(text)] = list(text.encode())
-        return bytes(self.devices.from_first(letters).tolist()).rstrip(b"\0").decode()
-
-    def _listen(self, peer: socket.socket) -> None:
-        try:
-            left_in_order = peer.recv(1) == b"."
-        except OSError:
-            left_in_order = False
-        if not (left_in_order or self._over):
-            self._stop("its connection closed")
-
-    def _stop(self, reason: str) -> None:
-        print(
-            f"error: process {jax.process_index()} of {self.devices.processes} lost another: "
-            f"{reason}. The same commands, or fewer processes, go on from the last checkpoint in "
-            f"{self.folder / 'checkpoints'}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)  # leaving in order would wait for the lost one
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self._over = True
-        failed = isinstance(error, jax.errors.JaxRuntimeError)
-        if self.devices.processes > 1 and failed and "RESOURCE_EXHAUSTED" not in str(error):
-            self._stop(str(error).splitlines()[0][:200])
-        for peer in self._peers:
-            with contextlib.suppress(OSError):
-                peer.sendall(b".")

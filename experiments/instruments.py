@@ -11,7 +11,7 @@ import jax
 from ml_collections import ConfigDict
 
 from .config import ConfigError
-from .workdir import Workdir
+from .workdir import Workdir, naming
 
 
 class Clock:
@@ -112,9 +112,10 @@ def tensorboard(
 
     def show(line: dict[str, Any]) -> None:
         split = line.get("split", "train")
-        for name, value in line.items():
-            if isinstance(value, float):
-                writer.add_scalar(f"{split}/{name}", value, line["step"])
-        writer.flush()
+        with naming(folder / "tensorboard"):
+            for name, value in line.items():
+                if isinstance(value, float):
+                    writer.add_scalar(f"{split}/{name}", value, line["step"])
+            writer.flush()
 
     return show

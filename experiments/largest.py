@@ -14,13 +14,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 import jaxtile
 import models
 import policies
 from policies import format_bytes
 
+from .config import start
 from .problems import problem, shape_of
 from .step import predicted_bytes
 
@@ -149,4 +150,4 @@ def _shape(size: int) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    start(main)

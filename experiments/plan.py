@@ -13,7 +13,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 import jaxtile
 import models
@@ -30,6 +30,7 @@ from policies._lower_sets import (
     square_root,
 )
 
+from .config import start
 from .problems import Problem, problem, shape_of
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
@@ -144,4 +145,4 @@ def _line(found, plain, policy, text, predicted: int, compiled: int, other: str)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    start(main)

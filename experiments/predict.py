@@ -30,7 +30,6 @@ import json
 import math
 import os
 import pathlib
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,12 +38,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 import jaxtile
 
 from .checkpoints import CheckpointError
-from .config import ConfigError
+from .config import ConfigError, start
 from .data import Scale, range_of, read_bytes, read_range
 from .images import Image, ImageError, create_image, open_image
 from .progress import Bar, duration
@@ -271,11 +270,7 @@ def main(argv: list[str]) -> None:
 def run(options: Any) -> None:
     """The program. What a user can mend ends it with one line."""
     try:
-        with _stopped_by(signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            _run(options)
-    except _Stopped as stopped:
-        print("stopped: nothing was written", file=sys.stderr)
-        sys.exit(128 + stopped.number)
+        _run(options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -286,35 +281,6 @@ def run(options: Any) -> None:
         *(ImportError, OSError),
     ) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
-
-
-class _Stopped(KeyboardInterrupt):
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.number = number
-
-
-@contextlib.contextmanager
-def _stopped_by(*signals: signal.Signals) -> Iterator[None]:
-    """These end the program as an exception does, so that what it began to write is removed.
-
-    Only the first one counts: another must not stop the removal. What is ignored, as `nohup` does
-    with SIGHUP, stays ignored.
-    """
-
-    def stop(number: int, frame: Any) -> None:
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        raise _Stopped(number)
-
-    before = {n: signal.getsignal(n) for n in signals if signal.getsignal(n) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _run(options: Any) -> None:
@@ -396,4 +362,4 @@ def _times(size: Sequence[int]) -> str:
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    start(main, "nothing was written")

@@ -22,11 +22,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from absl import app
 
 from policies import Plan
 
-from .config import workdir_flag
+from .config import start, workdir_flag
 from .results import Result, number, read
 
 _WORKDIR = workdir_flag()
@@ -219,4 +218,4 @@ def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    start(main)

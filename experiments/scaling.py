@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from jax.sharding import AbstractMesh
 
 import jaxtile
@@ -42,6 +42,7 @@ from policies._costs import BUILT_IN
 from policies._model import Model
 
 from .baselines import BLOCKS
+from .config import start
 from .problems import Problem, problem, shape_of
 
 Tile = int | Literal["whole"]
@@ -257,4 +258,4 @@ def _positive(name: str, text: str | int) -> int:
 
 if __name__ == "__main__":
     define_flags()
-    app.run(main)
+    start(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from .data import Dataset
 from .device_memory import Peak
 from .hosts import Devices
 from .task import Task, Weights
+from .workdir import write_atomically
 
 
 class State(NamedTuple):
@@ -131,9 +133,9 @@ class Step:
             progress=lambda line: print(line, flush=True),
         )
 
-    def fingerprint(self) -> str:
+    def outline(self) -> jaxtile.Outline:
         axes = self.task.in_axes(2)
-        return jaxtile.outline(self.task.loss, *self._loss_arguments, in_axes=axes).fingerprint
+        return jaxtile.outline(self.task.loss, *self._loss_arguments, in_axes=axes)
 
     @property
     def _loss_arguments(self) -> tuple[Any, ...]:
@@ -183,17 +185,17 @@ def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
     if file.exists():
         try:
             plan = policies.Plan.load(file)
-            wanted = (budget, step.fingerprint(), policies.costs().device)
+            outline, device = step.outline(), policies.costs().device
+            wanted = (budget, outline.fingerprint, device)
             if (plan.budget, plan.fingerprint, plan.device) == wanted:
+                plan.choose(outline)  # an error if it names what is not there
                 return plan
         except ValueError as error:
             print(f"warning: {error}; planning anew", flush=True)
     plan = step.plan(budget)
     if not step.devices.is_first:
         return plan
-    new = file.with_name(file.name + ".new")
-    plan.save(new)
-    new.replace(file)
+    write_atomically(file, json.dumps(plan.as_json(), indent=1) + "\n")
     return plan
 
 

@@ -58,9 +58,6 @@ def main(argv: list[str]) -> None:
         run(_CONFIG.value, chosen, _WORKDIR.value, shard=_SHARD.value, retry=_RETRY.value)
     except (ConfigError, OSError) as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("stopped; what was measured is kept, and the same command goes on", file=sys.stderr)
-        sys.exit(130)
 
 
 def keep_off_devices() -> None:
@@ -208,4 +205,4 @@ def outcome(result: Result) -> str:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, "what was measured is kept, and the same command goes on")

@@ -8,7 +8,6 @@ inside the tile.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from .checkpoints import CheckpointError, Checkpoints, unflatten
 from .config import ConfigError
 from .data import IGNORED
 from .hosts import Devices
+from .workdir import read_config
 
 _MOST_COUNTED = 2**32  # positions of a batch: they are counted with 32 bits
 
@@ -255,11 +255,12 @@ class Trained:
 def load_trained(workdir: str | pathlib.Path) -> Trained:
     """The best weights of a run, or its last ones if it never was evaluated."""
     folder = pathlib.Path(workdir)
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{folder} is not the folder of a training run: it has no config.json")
-    config = ConfigDict(json.loads(file.read_text(), object_hook=_with_tuples))
-    task = Task(config)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not the folder of a training run")
+    try:
+        task = Task(ConfigDict(read_config(folder)))
+    except (AttributeError, KeyError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is damaged: {error}") from error
     shapes = jax.eval_shape(task.weights)
     for name in ("best", "checkpoints"):
         try:
@@ -268,6 +269,12 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
             print(f"warning: {error}", flush=True)
             continue
         if found is not None:
+            if name == "checkpoints" and found.record.get("best"):
+                print(
+                    f"warning: {folder / 'best'} lacks the best weights, of step "
+                    f"{found.record['best']['step']}: these are the last, of step {found.step}",
+                    flush=True,
+                )
             averaged = {
                 k.removeprefix("ema."): v for k, v in found.arrays.items() if k.startswith("ema.")
             }
@@ -286,7 +293,3 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
             )
             return Trained(task, weights, found.step)
     raise ConfigError(f"{folder} has no checkpoint that can be read")
-
-
-def _with_tuples(found: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}

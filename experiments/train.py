@@ -27,44 +27,44 @@ from . import data, summary
 from .checkpoints import CheckpointError
 from .config import ConfigError, check, config_flag, start, workdir_flag
 from .evaluation import Evaluation
-from .hosts import Watch, find_devices, join
+from .hosts import find_devices, join
 from .images import ImageError
 from .instruments import Clock, Profiler, tensorboard
 from .out_of_memory import OutOfMemory, Stopped
+from .program import Noted, sentences
 from .progress import Bar
 from .saved import Saved
 from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
 from .task import Task
+from .watch import Watch
 from .workdir import ReadOnly, Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
 _PROFILE = flags.DEFINE_bool("profile", False, "trace five steps into WORKDIR/profile")
+_STOPPED = "the same command goes on from the last checkpoint, if any"
+_SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped)
 
 
 def main(argv: list[str]) -> None:
     del argv
     logging.set_verbosity(logging.WARNING)
-    try:
+    with Watch(join(), _WORKDIR.value), sentences(_STOPPED, *_SENTENCES):
         if not isinstance(_CONFIG.value, ConfigDict):
             raise ConfigError("--config must name a file, as configs/quickstart.py")
         if not _WORKDIR.value:
             raise ConfigError("--workdir must name a folder for the run, as runs/quickstart")
-        sys.exit(train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value))
-    except KeyboardInterrupt:
-        sys.exit("stopped at once; the same command goes on from the last checkpoint, if any")
-    except (ConfigError, ImageError, CheckpointError, Stopped) as error:
-        sys.exit(f"error: {error}")
+        code = train(_CONFIG.value, _WORKDIR.value, profile=_PROFILE.value)
+    sys.exit(code)
 
 
 def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     """Run to the end, or to a signal. Returns the exit code."""
     check(config)
-    join()
     devices = find_devices(config.mesh)
     devices.check_alike(config.to_json())
     workdir = Workdir(path) if devices.is_first else ReadOnly(path)
-    workdir.adopt(config)
+    workdir.check(config)
     make_repeatable(workdir.path, config.deterministic)
     task = Task(config)
     with Refusal():
@@ -101,7 +101,9 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     )
 
     state = devices.everywhere(state)
-    workdir.rewind(done)
+    workdir.adopt(config)
+    every = config.eval.every
+    evaluated = workdir.rewind(done, range(every, done + 1, every) if every else ())
     saved.forget_best_after(done)
 
     def save() -> None:
@@ -117,12 +119,13 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
             saved.save_best(done, state, record)
         return result
 
+    if devices.from_first(np.array(done == total and done not in evaluated)):
+        evaluate()  # its line is lost, and the summary is about it
     clock = Clock(workdir, config.train.batch_size, train_set.shape)
     boards = tensorboard(config, workdir.path, done)
     with (
         OutOfMemory(step, policy),
-        Watch(devices, workdir.path),
-        Signals() as signals,
+        Noted() as signals,
         Profiler(workdir.path / "profile", profile) as profiler,
         data.Batches(train_set, config.train.batch_size, seed=config.seed, start=done) as batches,
         Bar("step", total, start=done, every=config.log.every) as bar,
@@ -250,24 +253,5 @@ class Refusal:
             raise ConfigError(str(error)) from error
 
 
-class Signals:
-    """Ctrl-C and SIGTERM wait for the end of the step; a second one does not."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-
-    def __enter__(self) -> Signals:
-        self._before = {s: signal.signal(s, self._receive) for s in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _receive(self, number: int, frame: Any) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._before[number])
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 if __name__ == "__main__":
-    start(main)
+    start(main, _STOPPED)

@@ -7,15 +7,21 @@ long it took. `plan.json`, `checkpoints/`, `best/`, `summary.json` and pictures.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from .config import ConfigError, differences, fields
+
+_METRICS = {"step", "loss"}
+_TIMING = {"step", "seconds_per_step", "images_per_second", "megapixels_per_second"}
 
 
 class Workdir:
@@ -38,40 +44,88 @@ class Workdir:
                 "or give another --workdir"
             ) from error
         self._lock.truncate(0)
-        self._lock.write(str(os.getpid()))
-        self._lock.flush()
+        with naming(self.path / lock):
+            os.write(self._lock.fileno(), str(os.getpid()).encode())
         self._metrics: Any = None
 
-    def adopt(self, config: ConfigDict) -> None:
-        """Make it the folder of this config, or refuse if another has checkpoints here."""
-        file = self.path / "config.json"
-        new = json.loads(config.to_json())
-        if file.exists() and any(self.path.glob("checkpoints/[0-9]*")):
-            old = json.loads(file.read_text())
-            names = [dict(fields(ConfigDict(c))) for c in (old, new)]
-            found = differences(*names)
-            if found:
-                raise ConfigError(
-                    f"{self.path} holds a run with other settings ({'; '.join(found[:5])}): give "
-                    "another --workdir, or the settings of that run"
-                )
-        write_atomically(file, json.dumps(new, indent=1) + "\n")
+    def check(self, config: ConfigDict) -> None:
+        """Refuse if a run with other settings, or with unknown ones, has checkpoints here."""
+        if not any(self.path.glob("checkpoints/[0-9]*")):
+            return
+        try:
+            old = read_config(self.path)
+        except ConfigError as error:
+            proposed = self.path / "config.json.proposed"
+            write_atomically(proposed, _as_text(config))
+            raise ConfigError(
+                f"{error}. {self.path} has checkpoints, and without it nobody can tell whether "
+                "this is the same run: put it back, or give another --workdir. If the settings "
+                f"are the same: mv {proposed} {self.path / 'config.json'}"
+            ) from error
+        new = _parsed(config.to_json())
+        found = differences(*(dict(fields(ConfigDict(c))) for c in (old, new)))
+        if found:
+            raise ConfigError(
+                f"{self.path} holds a run with other settings ({'; '.join(found[:5])}): give "
+                "another --workdir, or the settings of that run"
+            )
 
-    def rewind(self, step: int) -> None:
-        """Forget the metrics after a step: they will be computed again. Then open for writing."""
-        for name in ("metrics.jsonl", "timing.jsonl"):
-            file = self.path / name
-            kept = [line for line in _lines(file) if json.loads(line)["step"] <= step]
-            write_atomically(file, "".join(f"{line}\n" for line in kept))
-        self._metrics = open(self.path / "metrics.jsonl", "a")  # noqa: SIM115
+    def adopt(self, config: ConfigDict) -> None:
+        """Make it the folder of this config, which was not refused."""
+        write_atomically(self.path / "config.json", _as_text(config))
+
+    def rewind(self, step: int, evaluated: Iterable[int]) -> set[int]:
+        """Forget the metrics after a step: they will be computed again. Then open for writing.
+
+        Lines up to there, and of the evaluations after these steps, cannot be: if some are missing,
+        or cannot be read, that is said, and the run goes on without them. Returns the steps after
+        which there are evaluations.
+        """
+        found = self._kept("metrics.jsonl", _METRICS, step)
+        self._kept("timing.jsonl", _TIMING, step)
+        evaluations = {n for split, n in found if split}
+        gaps = [
+            ("steps", {*range(1, step + 1)} - {n for split, n in found if split is None}),
+            ("evaluations after steps", {*evaluated} - evaluations),
+        ]
+        for what, missing in gaps:
+            if missing:
+                print(
+                    f"warning: {self.path / 'metrics.jsonl'} lacks the {what} "
+                    f"{_ranges(sorted(missing))}; they are not computed again",
+                    flush=True,
+                )
+        self._metrics = open(self.path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        return evaluations
+
+    def _kept(self, name: str, names: set[str], step: int) -> list[tuple[str | None, int]]:
+        """Write a file anew with its lines up to a step; returns the split and step of each."""
+        file = self.path / name
+        records, bad = _records(file, names)
+        if bad:
+            aside = self.path / "damaged" / name
+            with naming(aside):
+                aside.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, aside)
+            print(
+                f"warning: {bad} lines of {file} cannot be read and are left out; the file as it "
+                f"was is {aside}",
+                flush=True,
+            )
+        kept = [record for record in records if record["step"] <= step]
+        write_atomically(file, "".join(f"{json.dumps(record)}\n" for record in kept))
+        return [(record.get("split"), record["step"]) for record in kept]
 
     def write(self, record: dict[str, Any]) -> None:
         """One line of metrics; it is in the file when this returns."""
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        line = f"{json.dumps(record)}\n".encode()
+        with naming(self.path / "metrics.jsonl"):
+            while line:  # a disk may have room for a part of it
+                line = line[self._metrics.write(line) :]
 
     def write_timing(self, record: dict[str, Any]) -> None:
-        with open(self.path / "timing.jsonl", "a") as file:
+        path = self.path / "timing.jsonl"
+        with naming(path), open(path, "a") as file:
             file.write(json.dumps(record) + "\n")
 
     def sync(self) -> None:
@@ -79,10 +133,10 @@ class Workdir:
         os.fsync(self._metrics.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in _lines(self.path / "metrics.jsonl")]
+        return _records(self.path / "metrics.jsonl", _METRICS)[0]
 
     def timings(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in _lines(self.path / "timing.jsonl")]
+        return _records(self.path / "timing.jsonl", _TIMING)[0]
 
     def close(self) -> None:
         if self._metrics is not None:
@@ -96,9 +150,12 @@ class ReadOnly(Workdir):
     def __init__(self, path: str | os.PathLike):
         self.path = pathlib.Path(path)
 
+    def check(self, config: ConfigDict) -> None: ...
+
     def adopt(self, config: ConfigDict) -> None: ...
 
-    def rewind(self, step: int) -> None: ...
+    def rewind(self, step: int, evaluated: Iterable[int]) -> set[int]:
+        return set()
 
     def write(self, record: dict[str, Any]) -> None: ...
 
@@ -109,17 +166,82 @@ class ReadOnly(Workdir):
     def close(self) -> None: ...
 
 
-def _lines(file: pathlib.Path) -> list[str]:
-    """The complete lines; a killed process may leave a part of one at the end."""
-    text = file.read_text() if file.exists() else ""
-    return text.split("\n")[:-1]
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+    """What `config.json` says, or an error if it is not there or not whole."""
+    file = folder / "config.json"
+    try:
+        found = _parsed(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is missing") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged: {error}") from error
+    if not isinstance(found, dict) or not {"model", "data", "train"} <= found.keys():
+        raise ConfigError(f"{file} is damaged: it is not the config of a run")
+    return found
+
+
+def _parsed(text: str) -> Any:
+    """JSON, with tuples for its lists, as a config has them."""
+
+    def with_tuples(found: dict[str, Any]) -> dict[str, Any]:
+        return {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+
+    return json.loads(text, object_hook=with_tuples)
+
+
+def _as_text(config: ConfigDict) -> str:
+    return json.dumps(json.loads(config.to_json()), indent=1) + "\n"
+
+
+def _records(file: pathlib.Path, names: set[str]) -> tuple[list[dict[str, Any]], int]:
+    """The lines that are records with these names, once each, and how many others there are.
+
+    A killed process may leave a part of a line at the end, which is no line.
+    """
+    text = file.read_text(errors="replace") if file.exists() else ""
+    lines = text.split("\n")[:-1]
+    found: dict[Any, dict[str, Any]] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and names <= record.keys():
+                found.setdefault((record.get("split"), str(record["step"])), record)
+    good = [r for r in found.values() if isinstance(r["step"], int)]
+    return good, len(lines) - len(good)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """In short, and not all of many.
+
+    >>> _ranges([1, 2, 3, 7, 9, 10])
+    '1 to 3, 7, 9 to 10'
+    """
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1][1:] = [n]
+        else:
+            runs.append([n])
+    texts = [" to ".join(map(str, run)) for run in runs]
+    return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more stretches" if texts[5:] else "")
+
+
+@contextlib.contextmanager
+def naming(file: pathlib.Path) -> Iterator[None]:
+    """A context in which errors of the system name the file; those of writing would not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
 
 
 def write_atomically(file: pathlib.Path, text: str) -> None:
     """Either the old file or the new one is there, at any moment."""
     temporary = file.with_name(file.name + ".new")
     try:
-        with open(temporary, "w") as handle:
+        with naming(file), open(temporary, "w") as handle:
             handle.write(text)
             handle.flush()
             os.fsync(handle.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -70,6 +71,13 @@ class Plan:
             raise ValueError(
                 "this plan was made for another function, or for other shapes or types: make one "
                 "for these arguments with `policies.plan`"
+            )
+        names = {part.name for part in outline.parts}
+        unknown = [repr(n) for n in self.choices if n is not ... and n not in names]
+        if unknown:
+            raise ValueError(
+                f"this plan is damaged: it stores {', '.join(unknown[:3])}, which the function "
+                "does not have: make one with `policies.plan`"
             )
         return self.choices
 
@@ -146,7 +154,23 @@ class Plan:
             for s in found.pop("stages")
         )
         rest = found.pop("rest")
-        return cls(stages=stages, rest=Choice(grid(rest["grid"]), rest["offload"]), **found)
+        plan = cls(stages=stages, rest=Choice(grid(rest["grid"]), rest["offload"]), **found)
+        plan._check_types()
+        return plan
+
+    def _check_types(self) -> None:
+        """Raise an error if a number is none, or a grid: a file may hold anything."""
+        found = [dataclasses.asdict(self), *(s._asdict() for s in self.stages)]
+        for name, value in itertools.chain(*(f.items() for f in found)):
+            number = isinstance(value, int | float) or (
+                value is None and name in ("budget", "measured_bytes")
+            )
+            if name.endswith(("bytes", "seconds", "budget", "operations")) and not number:
+                raise ValueError(f"{name} (={value!r}) must be a number")
+        for grid in (self.rest.grid, *(s.grid for s in self.stages)):
+            tiles = isinstance(grid, tuple) and all(isinstance(n, int) and n > 0 for n in grid)
+            if not (grid is None or grid == "whole" or tiles):
+                raise ValueError(f"grid (={grid!r}) must be tiles along axes, 'whole' or none")
 
     def draw(self, path: str | os.PathLike) -> None:
         """A picture: bytes live over the schedule, stored results as bars. Needs matplotlib."""

@@ -34,7 +34,7 @@ def test_a_shipped_config(file):
     images = jax.ShapeDtypeStruct((batch, size, size, config.data.channels), jnp.uint8)
     labels = jax.ShapeDtypeStruct(label, jnp.uint8 if task.segments else jnp.int32)
     step = Step(task, make_optimiser(config)[0], (images, labels))
-    assert step.fingerprint()
+    assert step.outline().fingerprint
     state, values = jax.eval_shape(lambda *a: step._of(task.loss)(*a), step.state, images, labels)
     assert jax.tree.structure(state) == jax.tree.structure(step.state)
     assert values["loss"].shape == ()

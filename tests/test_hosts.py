@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -20,32 +21,37 @@ ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 60
 
 
-def launch(workdir, *arguments, devices=2):
+def launch(workdir, *arguments, devices=2, cwd=ROOT, **options):
     """A process with so many devices."""
     environment = {
         **os.environ,
+        "PYTHONPATH": str(ROOT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "XLA_FLAGS": "--xla_backend_optimization_level=0 "
         f"--xla_force_host_platform_device_count={devices}",
     }
-    command = [sys.executable, "-m", "experiments.train", "--config=tests/tiny_config.py"]
+    command = [sys.executable, "-m", "experiments.train", f"--config={ROOT}/tests/tiny_config.py"]
     return subprocess.Popen(
         [*command, f"--workdir={workdir}", f"--config.train.steps={STEPS}", *arguments],
-        cwd=ROOT,
+        cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        **options,
     )
 
 
-def launch_two(workdir, *of_second):
+def launch_two(workdir, *shared, first=None, second=None, of_second=()):
+    """`first` and `second` are options of `launch` that differ."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
-    shared = [f"--coordinator={address}", "--processes=2"]
-    more = [(), of_second]
-    return [launch(workdir, *shared, f"--process={i}", *more[i]) for i in range(2)]
+    shared = [*shared, f"--coordinator={address}", "--processes=2"]
+    return [
+        launch(workdir, *shared, "--process=0", **(first or {})),
+        launch(workdir, *shared, "--process=1", *of_second, **(second or {})),
+    ]
 
 
 def losses(workdir):
@@ -104,11 +110,66 @@ def test_two_processes_one_lost_and_gone_on_with(tmp_path):
     np.testing.assert_allclose(first, [expected[i] for i in range(1, 11)], rtol=1e-4)
 
 
+def test_an_error_in_one_process_ends_all(tmp_path):
+    """The second host has a file that is damaged; the first one is well."""
+    for host in ("first", "second"):
+        for name in ("images", "masks"):
+            folder = tmp_path / host / "data" / name
+            folder.mkdir(parents=True)
+            for i in range(4):
+                np.save(folder / f"{i}.npy", np.zeros((40, 40), np.uint8))
+    (tmp_path / "second/data/masks/2.npy").write_bytes(b"no mask")
+    places = [{"cwd": tmp_path / host} for host in ("first", "second")]
+    arguments = ["--config.data.kind=folder", "--config.data.path=data"]
+    processes = launch_two(tmp_path / "run", *arguments, first=places[0], second=places[1])
+    for process, text in [(p, ended(p)) for p in processes]:
+        assert process.returncode == 1, text
+        assert "error: process 1 of 2 ended: data/masks/2.npy" in text
+        assert "Traceback" not in text
+
+
+def test_a_full_disk_in_the_first_process_ends_all(tmp_path):
+    def full():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    processes = launch_two(tmp_path / "run", first={"preexec_fn": full})
+    for process, text in [(p, ended(p)) for p in processes]:
+        assert process.returncode == 1, text
+        assert "error: process 0 of 2 ended: " in text
+        assert "File too large" in text
+        assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    "number, reason",
+    [
+        (signal.SIGKILL, "the connection to process 1 closed"),
+        (signal.SIGSTOP, "process 1 gave no sign of life for 10 s"),
+    ],
+)
+def test_a_process_that_is_lost_or_frozen_before_the_steps(tmp_path, number, reason):
+    """While programs are traced and compiled, which takes long for this network."""
+    large = ["--config.model.depth=4", "--config.data.size=256", "--silence=10"]
+    processes = launch_two(tmp_path / "run", *large)
+    for line in processes[0].stdout:
+        if line.startswith("unet, "):
+            break
+    processes[1].send_signal(number)
+    try:
+        text = ended(processes[0])
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
+    assert processes[0].returncode == 1, text
+    assert f"error: process 0 of 2 lost another: {reason}. The same commands" in text
+    assert "compiled in" not in text
+
+
 def test_processes_with_other_settings_are_refused(tmp_path):
-    for process in launch_two(tmp_path / "run", "--config.seed=1"):
+    for process in launch_two(tmp_path / "run", of_second=["--config.seed=1"]):
         text = ended(process)
         assert process.returncode == 1
-        assert "error: processes [1] of 2 have other settings" in text
+        assert "processes [1] of 2 have other settings" in text
     assert not (tmp_path / "run").exists()
 
 

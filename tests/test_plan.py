@@ -247,6 +247,18 @@ def test_saved_and_loaded(tmp_path):
     (tmp_path / "broken.json").write_text("null")
     with pytest.raises(ValueError, match="no JSON object"):
         policies.Plan.load(tmp_path / "broken.json")
+    for name, value in (("budget", "much"), ("rest", {"grid": [0, "x"], "offload": False})):
+        broken = {**found.as_json(), name: value}
+        with pytest.raises(ValueError, match="must be"):
+            policies.Plan.from_json(broken)
+
+
+def test_a_plan_with_names_that_the_function_lacks_is_refused():
+    found = plan().as_json()
+    found["stages"][0]["stored"] = ["nosuch"]
+    tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=policies.Plan.from_json(found))
+    with pytest.raises(ValueError, match="it stores 'nosuch', which the function does not have"):
+        tiled(WEIGHTS, IMAGE)
 
 
 def test_a_plan_for_another_size_is_refused():

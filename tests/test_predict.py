@@ -222,7 +222,7 @@ def test_a_prediction_that_is_stopped_leaves_nothing(tmp_path):
     for name, program in programs.items():
         _, errors = program.communicate(timeout=300)
         assert program.returncode == 128 + signal.Signals[name], errors
-        assert errors.splitlines()[-1] == "stopped: nothing was written"
+        assert errors.splitlines()[-1] == f"stopped by {name}; nothing was written"
         assert "Traceback" not in errors
         assert list((tmp_path / name).iterdir()) == []
 

@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 import random
+import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +14,16 @@ import time
 import numpy as np
 import pytest
 import tifffile
+from ml_collections import ConfigDict
 
 from experiments.checkpoints import Checkpoints
+from experiments.config import ConfigError
+from experiments.hosts import Devices
+from experiments.saved import Saved
 from experiments.task import load_trained
+from experiments.workdir import Workdir
+
+from .tiny_config import get_config
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 120
@@ -25,11 +34,17 @@ def command(workdir: pathlib.Path, *more: str) -> list[str]:
     return [*start, f"--workdir={workdir}", *more]
 
 
-def launch(workdir: pathlib.Path, *more: str, memory: int | None = None) -> subprocess.Popen:
+def launch(
+    workdir: pathlib.Path,
+    *more: str,
+    memory: int | None = None,
+    optimised: bool = False,
+    options: dict | None = None,
+) -> subprocess.Popen:
     environment = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": "" if optimised else "--xla_backend_optimization_level=0",
     }
     limit = ["bash", "-c", f'ulimit -v {memory // 1024}; exec "$@"', "bash"] if memory else []
     return subprocess.Popen(
@@ -39,6 +54,7 @@ def launch(workdir: pathlib.Path, *more: str, memory: int | None = None) -> subp
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        **(options or {}),
     )
 
 
@@ -77,6 +93,11 @@ def uninterrupted(tmp_path_factory) -> pathlib.Path:
     code, text = run(workdir)
     assert code == 0, text
     return workdir
+
+
+def with_programs(uninterrupted: pathlib.Path, workdir: pathlib.Path) -> None:
+    """So that they are not compiled again, which takes most of the time of a run."""
+    shutil.copytree(uninterrupted / "compiled", workdir / "compiled")
 
 
 def test_a_run(uninterrupted):
@@ -127,24 +148,83 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path
     assert final(tmp_path) == final(uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_run_goes_on(uninterrupted, tmp_path, number):
-    process = launch(tmp_path)
-    when(process, lambda: steps_written(tmp_path) >= 30)
-    process.send_signal(number)
-    text, _ = process.communicate(timeout=100)
-    assert process.returncode == 128 + number, text
-    assert "saved" in text
-    assert "Traceback" not in text
-    saved = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
-    assert saved.step == steps_written(tmp_path)
+def test_signals_save_and_the_run_goes_on(uninterrupted, tmp_path):
+    with_programs(uninterrupted, tmp_path)
+    done = 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        process = launch(tmp_path)
+        when(process, lambda: steps_written(tmp_path) >= done + 10)
+        process.send_signal(number)
+        text, _ = process.communicate(timeout=100)
+        assert process.returncode == 128 + number, text
+        assert f"stopped by {number.name}" in text
+        assert "saved" in text
+        assert "Traceback" not in text
+        assert not done or f"going on after step {done}" in text
+        saved = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
+        done = saved.step
+        assert done == steps_written(tmp_path)
     code, text = run(tmp_path)
     assert code == 0, text
-    assert f"going on after step {saved.step}" in text
+    assert f"going on after step {done}" in text
     assert final(tmp_path) == final(uninterrupted)
 
 
+def test_a_signal_while_compiling_stops_at_once(tmp_path):
+    """A large network, optimised, takes long."""
+    number = signal.SIGINT
+    process = launch(tmp_path, "--config.model.depth=4", "--config.data.size=256", optimised=True)
+    assert process.stdout.readline().startswith("unet, ")
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=100)
+    assert process.returncode == 128 + number, text
+    assert f"stopped by {number.name}; the same command goes on" in text
+    assert "compiled in" not in text
+    assert "Traceback" not in text
+
+
+def test_nobody_reads_what_it_prints(uninterrupted, tmp_path):
+    """As with `| head -1`: it stops as after a signal, without a word."""
+    with_programs(uninterrupted, tmp_path)
+    process = launch(tmp_path, "--config.log.every=1")
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            break
+    process.stdout.close()
+    assert process.wait(100) == 128 + signal.SIGPIPE
+    saved = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore()
+    assert saved.step == steps_written(tmp_path) >= 3
+
+
+def test_the_best_weights_stay_until_a_checkpoint_names_better_ones(tmp_path):
+    """Killed after a new best and before a checkpoint, a run may not come to that best again."""
+
+    def steps(name: str) -> list[int]:
+        return [int(p.name) for p in tmp_path.glob(f"{name}/*") if p.name.isdigit()]
+
+    more = ["train.steps=100000", "eval.every=5", "checkpoint.every=100000", "log.every=1000"]
+    more = [f"--config.{m}" for m in more]
+    process = launch(tmp_path, *more)
+    when(process, lambda: steps("best"))
+    process.terminate()
+    text, _ = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, text
+    [done] = steps("checkpoints")
+    process = launch(tmp_path, *more)
+    when(process, lambda: max(steps("best")) > done)
+    process.kill()
+    text, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, text
+
+    saved = Saved(tmp_path, keep=3, devices=Devices())
+    named = Checkpoints(tmp_path / "checkpoints", keep=3, read_only=True).restore().record["best"]
+    assert load_trained(tmp_path).step > done >= named["step"]
+    saved.forget_best_after(done)  # as the run does when it goes on
+    assert load_trained(tmp_path).step == named["step"]
+
+
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_path):
+    with_programs(uninterrupted, tmp_path)
     process = launch(tmp_path)
     when(process, lambda: (tmp_path / "checkpoints/48").exists())
     process.kill()
@@ -164,6 +244,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_pa
 def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     checkpoints.save(24, {"a": np.ones(3)}, {})
+    (tmp_path / "config.json").write_text(get_config().to_json())
     (tmp_path / "checkpoints/24/record/metadata").write_text("{")
     code, text = run(tmp_path)
     assert code == 1
@@ -173,13 +254,114 @@ def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     first = launch(tmp_path)
-    when(first, lambda: (tmp_path / "config.json").exists())
+    lock = tmp_path / "lock"
+    when(first, lambda: lock.exists() and lock.read_text())
     code, text = run(tmp_path)
     assert code == 1
     assert f"another run (process {first.pid})" in text
     assert first.poll() is None
     first.kill()
     first.communicate()
+
+
+def test_a_run_without_its_config_does_not_go_on(uninterrupted, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(uninterrupted, workdir)
+    file = workdir / "config.json"
+    before = file.read_text()
+    file.write_text(before[:500])
+    code, text = run(workdir)
+    assert code == 1
+    assert f"error: {file} is damaged: " in text
+    way_out = text.strip().rpartition("If the settings are the same: ")[2]
+    assert "Traceback" not in text
+    subprocess.run(way_out, shell=True, check=True)
+    assert file.read_text() == before
+    code, text = run(workdir)
+    assert code == 0, text
+    assert "complete" in text
+
+    file.unlink()
+    config = ConfigDict(json.loads(before))
+    config.seed = 1
+    folder = Workdir(workdir)
+    with pytest.raises(ConfigError, match=r"config.json is missing.*nobody can tell"):
+        folder.check(config)
+    file.write_text("[]")
+    with pytest.raises(ConfigError, match=r"config.json is damaged: it is not the config of a run"):
+        folder.check(config)
+    with pytest.raises(ConfigError, match=r"config.json is damaged"):
+        load_trained(workdir)
+    file.write_text(before)
+    with pytest.raises(ConfigError, match="seed: 0 there, 1 here"):
+        folder.check(config)
+    folder.close()
+
+
+def test_what_is_lost_of_a_run_is_said(tmp_path):
+    """A refused command changes nothing; lines and plans that are damaged are named."""
+    more = ["train.schedule=constant", "policy=budget:1MiB", "eval.every=2", "checkpoint.every=1"]
+    more = [f"--config.{m}" for m in more]
+    code, text = run(tmp_path, *more, "--config.train.steps=6")
+    assert code == 0, text
+    before = (tmp_path / "config.json").read_bytes()
+    code, text = run(tmp_path, *more, "--config.train.steps=5")
+    assert code == 1
+    assert "less than the 6 steps done already" in text
+    assert (tmp_path / "config.json").read_bytes() == before
+
+    metrics, timing = tmp_path / "metrics.jsonl", tmp_path / "timing.jsonl"
+    lines = metrics.read_text().splitlines()
+    steps = [(json.loads(line)["step"], "split" in line) for line in lines]
+    lost = [(3, False), (4, False), (4, True)]
+    kept = [line for line, step in zip(lines, steps, strict=True) if step not in lost]
+    metrics.write_text("\n".join(["\0 no line", *kept, '{"step": 2}', "[]"]) + "\n")
+    timing.write_text(timing.read_text() + '{"step": 3}\n')
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    plan["stages"][0]["stored"] = ["nosuch"]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    code, text = run(tmp_path, *more, "--config.train.steps=8")
+    assert code == 0, text
+    assert f"3 lines of {metrics} cannot be read" in text
+    assert f"1 lines of {timing} cannot be read" in text
+    assert f"{metrics} lacks the steps 3 to 4;" in text
+    assert f"{metrics} lacks the evaluations after steps 4;" in text
+    assert "it stores 'nosuch', which the function does not have" in text
+    assert "planning anew" in text
+    assert metrics.read_text().splitlines()[: len(kept)] == kept
+    assert (tmp_path / "damaged/metrics.jsonl").read_text().startswith("\0 no line")
+
+
+def test_a_run_that_lost_its_metrics_has_a_summary(uninterrupted, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(uninterrupted, workdir)
+    for name in ("metrics.jsonl", "summary.txt"):
+        (workdir / name).unlink()
+    code, text = run(workdir)
+    assert code == 0, text
+    assert f"lacks the steps 1 to {STEPS};" in text
+    assert "lacks the evaluations after steps 45, 90;" in text
+    [line] = (workdir / "metrics.jsonl").read_text().splitlines()
+    assert line == (uninterrupted / "metrics.jsonl").read_text().splitlines()[-1]
+    assert (workdir / "summary.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "file, size, reason",
+    [
+        ("checkpoints", 2000, "the checkpoint of step 2 cannot be written to "),
+        ("metrics.jsonl", 5000, "metrics.jsonl: File too large"),
+    ],
+)
+def test_a_full_disk_is_one_line(uninterrupted, tmp_path, file, size, reason):
+    with_programs(uninterrupted, tmp_path)
+    every = 2 if file == "checkpoints" else 1000
+    full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))}
+    code, text = run(tmp_path, f"--config.checkpoint.every={every}", options=full)
+    assert code == 1
+    assert text.splitlines()[-1].startswith("error: "), text
+    assert reason in text.splitlines()[-1]
+    assert "Traceback" not in text
 
 
 def test_other_settings_in_the_same_folder_are_refused(uninterrupted):
