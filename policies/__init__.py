@@ -12,5 +12,5 @@ from ._frameworks import tensorflow as tensorflow
 from ._frameworks import training_steps as training_steps
 from ._frameworks import untied as untied
 from ._plan import Plan as Plan
-from ._planner import BudgetError as BudgetError
 from ._planner import plan as plan
+from ._search import BudgetError as BudgetError

@@ -114,6 +114,19 @@ def costs() -> Costs:
     return BUILT_IN["cpu" if jax.default_backend() == "cpu" else "gpu"]
 
 
+def built_in_for_another() -> str | None:
+    """A sentence if the default device's times would be another device's; None if they are its."""
+    kind = jax.devices()[0].device_kind
+    found = costs()
+    if found not in BUILT_IN.values() or jax.default_backend() == "cpu" or kind in found.device:
+        return None
+    return (
+        f"no costs of {kind} were measured, so times are those of {found.device}: bytes are right, "
+        "but a faster schedule may be missed; `costs=` takes a table of this device, which "
+        "`experiments.calibrate` of jaxtile's repository measures and saves"
+    )
+
+
 def has_host_memory() -> bool:
     """Is host memory apart from device memory?"""
     memories = jax.devices()[0].addressable_memories()
