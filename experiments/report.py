@@ -77,12 +77,12 @@ def row(result: Result, folder: pathlib.Path, number: int) -> dict[str, Any]:
     }
     if result.status != "ok":
         return {**fields, "message": values.get("message", "")}
-    predicted = values["predicted_bytes"]
+    estimated = values["estimated_bytes"]
     fields |= {
         "ms": values["seconds"] * 1e3,
         "spread": values["spread"],
         "MiB": values["compiled_bytes"] / 2**20,
-        "predicted": predicted and predicted / values["compiled_bytes"],
+        "estimated": estimated and estimated / values["compiled_bytes"],
         "peak MiB": values["observed_peak"] and values["observed_peak"] / 2**20,
         "Mpixel/s": values["megapixels_per_second"],
         "GFLOP/s": values["flops_per_second"] / 1e9,
