@@ -1,6 +1,7 @@
 """Plan a model for a budget of memory; or compare policies on the reference graph.
 
     python -m experiments.plan --model=vgg16 --size=2048 --budget=1GiB --picture=plan.png
+    python -m experiments.plan --model=vgg16 --size=4096 --device="NVIDIA H200" --dtype=bfloat16
     python -m experiments.plan --reference
 
 Nothing is run: plans are compiled, and the compiled bytes are read. `--reference` is the U-Net on a
@@ -37,6 +38,9 @@ _SIZE = flags.DEFINE_integer("size", None, "height and width; by default the ref
 _BATCH = flags.DEFINE_integer("batch", None, "images; by default the reference's")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "type of weights and activations")
 _BUDGET = flags.DEFINE_string("budget", "2GiB", "bytes of the compiled step")
+_DEVICE = flags.DEFINE_string(
+    "device", None, "a GPU that need not be there, as 'NVIDIA H200'; needs JAX's CUDA plugin"
+)
 _OFFLOAD = flags.DEFINE_bool("offload", False, "may results wait in host memory?")
 _SAVE = flags.DEFINE_string("save", None, "write the plan here, as JSON")
 _PICTURE = flags.DEFINE_string("picture", None, "draw it here (png, svg, pdf)")
@@ -57,8 +61,9 @@ def main(argv: list[str]) -> None:
             in_axes=found.in_axes,
             budget=_BUDGET.value,
             offload=_OFFLOAD.value,
+            device=_DEVICE.value,
         )
-    except policies.BudgetError as error:
+    except (policies.BudgetError, policies.NoDeviceError) as error:
         sys.exit(str(error))
     print(plan)
     if _SAVE.value:

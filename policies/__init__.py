@@ -1,5 +1,6 @@
 """What to store, recompute or offload: decisions on top of `jaxtile`."""
 
+from ._absent import NoDeviceError as NoDeviceError
 from ._bytes import format_bytes as format_bytes
 from ._bytes import parse_bytes as parse_bytes
 from ._catalogue import names as names

@@ -7,6 +7,7 @@ schedule is found that keeps it is in `_search`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,16 +16,14 @@ import jax.numpy as jnp
 
 import jaxtile
 from jaxtile import Outline
-from jaxtile._estimate import donated
 from jaxtile._trace import Traced, flat_axes
 
+from ._absent import absent_device, placed
 from ._bytes import parse_bytes
 from ._costs import Costs, built_in_for_another
 from ._costs import costs as costs_of_device
 from ._plan import Plan
-from ._search import Search
-
-_TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
+from ._search import TIME_LIMIT, Search
 
 
 def plan(
@@ -36,7 +35,8 @@ def plan(
     step_args: Sequence[Any] | None = None,
     offload: bool = False,
     costs: Costs | None = None,
-    time_limit: float = _TIME_LIMIT,
+    device: str | None = None,
+    time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest schedule of `fun` whose compiled training step fits a budget of bytes.
@@ -52,6 +52,9 @@ def plan(
       step_args: the arguments of the step, if they are not `args`.
       offload: may results wait in host memory?
       costs: rates of the device; by default those that were measured for it, or built in.
+      device: a GPU that need not be there, as "NVIDIA H200", or a file that describes it to XLA.
+        JAX's CUDA plugin must be. The plan is then not compiled as it will run: plan again on the
+        GPU itself, or look at `jaxtile.memory` there.
       time_limit: seconds after which no better schedule is looked for, once one fits. Processes
         that must come to the same plan need `math.inf`.
       progress: called with a line of text before and after each compilation; by default they are
@@ -90,15 +93,31 @@ def plan(
         raise ValueError("there is nothing to plan: the function has no operations")
     make = step or default_step(args, in_axes, _has_gradients(outline))
     known = _evaluated(outline.traced, fun)
+    given = args if step_args is None else step_args
+    device = None if device == jax.devices()[0].device_kind else device
+    if device is not None:
+        given = placed(given, absent_device(device))
 
     def traced(policy: Any) -> Any:
         """The step under a policy; None: the plain one."""
         tiled = policy and jaxtile.checkpoint(known, in_axes=in_axes, policy=policy)
         run = make(tiled or known)
         run = run if hasattr(run, "trace") else jax.jit(run)
-        return run.trace(*(args if step_args is None else step_args))
+        return run.trace(*given)
 
-    return _search(outline, traced, parse_bytes(budget), offload, costs, time_limit, progress)
+    search = Search(
+        outline,
+        traced,
+        parse_bytes(budget),
+        costs=costs or costs_of_device(device),
+        offload=offload,
+        platform=None if device is None else "gpu",
+        time_limit=time_limit,
+        progress=progress,
+    )
+    if costs is None and (warning := built_in_for_another(device)):
+        search.say(f"plan: {warning}")
+    return search.run()
 
 
 def plan_outline(outline: Outline, budget: int) -> Plan:
@@ -119,25 +138,8 @@ def plan_outline(outline: Outline, budget: int) -> Plan:
         step = default_step(shapes, in_axes, _has_gradients(outline))(tiled or fun)
         return jax.jit(step).trace(*shapes)
 
-    return _search(outline, traced, budget, False, None, _TIME_LIMIT, None)
-
-
-def _search(
-    outline, traced, budget: int, offload: bool, costs, time_limit: float, progress
-) -> Plan:
-    search = Search(
-        outline,
-        lambda policy: traced(policy).lower(),
-        budget,
-        fixed=_arguments_and_results(traced(None)),
-        costs=costs or costs_of_device(),
-        offload=offload,
-        time_limit=time_limit,
-        progress=progress,
-    )
-    if costs is None and (warning := built_in_for_another()):
-        search.say(f"plan: {warning}")
-    return search.run()
+    # Other processes must come to the same plan, however fast each is.
+    return Search(outline, traced, budget, costs=costs_of_device(), time_limit=math.inf).run()
 
 
 def _evaluated(known: Traced, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,18 +192,6 @@ def default_step(
         return step
 
     return step_of
-
-
-def _arguments_and_results(traced: Any) -> int:
-    """Bytes of a step's arguments and results; donated arguments become results."""
-    jaxpr = traced.jaxpr
-    given, made = ([_size(a) for a in avals] for avals in (jaxpr.in_avals, jaxpr.out_avals))
-    reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
-    return sum(given) + sum(made) - min(reused, sum(made))
-
-
-def _size(aval: Any) -> int:
-    return aval.size * getattr(aval.dtype, "itemsize", 8)
 
 
 def _as_in_axes(labels: Sequence[int | None], rank: int) -> Any:

@@ -23,6 +23,7 @@ import numpy as np
 
 import jaxtile
 from jaxtile import Bytes, Choice, Outline
+from jaxtile._estimate import donated
 
 from ._bytes import format_bytes
 from ._catalogue import resolve
@@ -31,6 +32,7 @@ from ._model import EstimatedStage, Model, Stretches
 from ._plan import Plan, PlannedStage
 from ._solver import Solution, Stage, fastest, measured, smallest
 
+TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
 _CANDIDATES = 6  # schedules that are compiled
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
 _AIM = 0.985  # of the budget: where the next schedule should lie
@@ -62,25 +64,28 @@ class Search:
     def __init__(
         self,
         outline: Outline,
-        lower: Callable[[Any], Any],
+        traced: Callable[[Any], Any],
         budget: int,
         *,
-        fixed: int,
         costs: Costs,
-        offload: bool,
-        time_limit: float,
-        progress: Callable[[str], None] | None,
+        offload: bool = False,
+        platform: str | None = None,
+        time_limit: float = TIME_LIMIT,
+        progress: Callable[[str], None] | None = None,
     ):
-        """`lower`: from a policy to the lowered step. `fixed`: bytes of arguments and results."""
-        self.outline, self.lower, self.budget, self.fixed = outline, lower, budget, fixed
+        """`traced`: from a policy to the traced step, from None to the plain one. `platform`: of a
+        device that is not there.
+        """
+        self.outline, self.traced, self.budget = outline, traced, budget
         self.say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
         self.costs, self.began = costs, time.perf_counter()
-        self.until = self.began + time_limit
+        self.until, self.platform = self.began + time_limit, platform
         self.model = Model(outline, costs, offload=offload and has_host_memory())
         self.tables = self.model.stretches()
         self.others = [_named(self.model, text) for text in portfolio(self.model)]
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
+        self.fixed = _arguments_and_results(traced(None))
         self.trials: dict[Candidate, Bytes] = {}
         self.lowered: dict[Candidate, Any] = {}
         self._smallest: Candidate | None = None
@@ -93,7 +98,10 @@ class Search:
                 self._try(self.smallest())
             # If nothing fits, what the error names as the smallest budget must be true as well.
             chosen = self._best() or self.smallest()
-            self._try(chosen, as_it_runs=True)
+            if self.platform is None:
+                self._try(chosen, as_it_runs=True)
+            else:
+                self.say("plan: not compiled as it will run, since the device is not here")
             total = self.trials[chosen].total
             if total <= self.budget:
                 return self._plan(chosen, total)
@@ -145,7 +153,7 @@ class Search:
         began = time.perf_counter()
         try:
             if candidate not in self.lowered:
-                self.lowered[candidate] = self.lower(self._plan(candidate))
+                self.lowered[candidate] = self.traced(self._plan(candidate)).lower()
         except jaxtile.TilingError as error:
             self._leave_out(candidate, error)
             return
@@ -155,7 +163,10 @@ class Search:
             f"plain's time, {format_bytes(self.fixed + candidate.peak)} estimated, after "
             f"{began - self.began:.1f} s; compiling" + (" as it will run" if as_it_runs else "")
         )
-        found = Bytes.of(lowered.compile()) if as_it_runs else jaxtile.compiled_bytes(lowered)
+        if as_it_runs:
+            found = Bytes.of(lowered.compile())
+        else:
+            found = jaxtile.compiled_bytes(lowered, self.platform)
         self.trials[candidate], self.fixed = found, found.fixed
         verdict = "fits" if found.total <= self.budget else "is too much for"
         self.say(
@@ -291,3 +302,15 @@ def _named(model: Model, text: str) -> Candidate:
 
     stages = tuple(map(planned, estimate.stages))
     return Candidate(stages, choices[...], text, estimate.seconds, estimate.peak)
+
+
+def _arguments_and_results(traced: Any) -> int:
+    """Bytes of a step's arguments and results; donated arguments become results."""
+    jaxpr = traced.jaxpr
+    given, made = ([_size(a) for a in avals] for avals in (jaxpr.in_avals, jaxpr.out_avals))
+    reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
+    return sum(given) + sum(made) - min(reused, sum(made))
+
+
+def _size(aval: Any) -> int:
+    return aval.size * getattr(aval.dtype, "itemsize", 8)
