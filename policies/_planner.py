@@ -131,7 +131,7 @@ def plan_outline(outline: Outline, budget: int) -> Plan:
 
     def fun(*leaves: Any) -> Any:
         n = len(known.jaxpr.invars)
-        return jax.core.eval_jaxpr(known.jaxpr, leaves[n:], *leaves[:n])
+        return _evaluate(known, leaves[n:], leaves[:n])
 
     def traced(policy: Any) -> Any:
         tiled = policy and jaxtile.checkpoint(fun, in_axes=in_axes, policy=policy)
@@ -153,10 +153,15 @@ def _evaluated(known: Traced, fun: Callable[..., Any]) -> Callable[..., Any]:
         leaves = jax.tree.leaves((args, kwargs))
         if [(jnp.shape(x), jax.dtypes.result_type(x)) for x in leaves] != expected:
             return fun(*args, **kwargs)
-        results = jax.core.eval_jaxpr(known.jaxpr, known.consts, *leaves)
+        results = _evaluate(known, known.consts, leaves)
         return jax.tree.unflatten(known.out_tree, results)
 
     return evaluated
+
+
+def _evaluate(known: Traced, consts: Sequence[Any], leaves: Sequence[Any]) -> list[jax.Array]:
+    """The equations; a result that is a constant is an array too."""
+    return [jnp.asarray(x) for x in jax.core.eval_jaxpr(known.jaxpr, consts, *leaves)]
 
 
 def default_step(
