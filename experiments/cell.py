@@ -28,7 +28,7 @@ import policies
 from . import baselines
 from .device_memory import Peak, memory_of_device
 from .problems import Problem, problem, shape_of
-from .step import predicted_bytes
+from .step import estimated_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +95,8 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
     loss, arguments, plan = _scheduled(cell, found)
     traced = jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*arguments)
     planned = time.perf_counter() - began
-    # What a mesh's devices hold is not predicted yet.
-    predicted = None if cell.policy in baselines.SHARDED else predicted_bytes(traced)
+    # What a mesh's devices hold is not estimated yet.
+    estimated = None if cell.policy in baselines.SHARDED else estimated_bytes(traced)
     began = time.perf_counter()
     compiled = traced.lower().compile()
     compiling = time.perf_counter() - began
@@ -115,7 +115,7 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
         "spread": (max(seconds) - min(seconds)) / median,
         "planning_seconds": planned,
         "compile_seconds": compiling,
-        "predicted_bytes": predicted,
+        "estimated_bytes": estimated,
         "compiled_bytes": jaxtile.Bytes.of(compiled).total,
         "temporary_bytes": jaxtile.Bytes.of(compiled).temporaries,
         "observed_peak": peak.observed(),
@@ -155,10 +155,11 @@ def _error(found: Problem, gradients: Any) -> float | None:
     gradients = [np.asarray(g, np.float64) for g in jax.tree.leaves(gradients)]
     traced = jax.jit(jax.grad(found.loss, has_aux=True)).trace(*found.arguments)
     limit = memory_of_device().get("bytes_limit")
-    if limit is not None and predicted_bytes(traced) > 0.8 * limit:
+    lowered = traced.lower()
+    if limit is not None and jaxtile.compiled_bytes(lowered).total > 0.8 * limit:
         return None
     try:
-        plain, _ = traced.lower().compile()(*found.arguments)
+        plain, _ = lowered.compile()(*found.arguments)
     except jax.errors.JaxRuntimeError:
         return None
     plain = [np.asarray(g, np.float64) for g in jax.tree.leaves(plain)]

@@ -87,7 +87,7 @@ def tile_within(
 ) -> tuple[int, jax.stages.Traced]:
     """`eval.tile`, halved until an evaluation takes no more bytes; and that evaluation.
 
-    What a mesh's devices hold is not predicted.
+    What a mesh's devices hold is not asked for.
     """
     task, tile = step.task, step.task.config.eval.tile
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.state))
@@ -96,7 +96,7 @@ def tile_within(
         traced = _traced(task, step.state.weights, batch, tile, devices)
         if devices.mesh is not None or tile < 2 * _SMALLEST_TILE:
             return tile, traced
-        needed = state + images + jaxtile.predict_memory(traced.jaxpr).bytes.temporaries
+        needed = state + images + jaxtile.compiled_bytes(traced.lower()).temporaries
         if needed <= most_bytes:
             return tile, traced
         tile //= 2

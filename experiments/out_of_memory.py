@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
+import jaxtile
 import policies
 from policies import Plan, format_bytes
 
 from .device_memory import memory_of_device
-from .step import Step, predicted_bytes
+from .step import Step
 
 _SHARE = 0.85  # of the memory: the rest is the allocator's, and other arrays'
 
@@ -45,8 +46,8 @@ class OutOfMemory:
         text = step.task.config.policy
         lines = [f"out of memory: {str(error).splitlines()[0]}"]
         policy = policies.resolve(text) if self.policy is None else self.policy
-        needs = format_bytes(predicted_bytes(step.traced(policy)))
-        lines.append(f"policy {text}: a step needs {needs} (predicted) of {format_bytes(limit)}")
+        needs = format_bytes(jaxtile.compiled_bytes(step.traced(policy).lower()).total)
+        lines.append(f"policy {text}: a step needs {needs} of {format_bytes(limit)}")
         if isinstance(policy, Plan):
             lines.append(str(policy))
         budget = int(_SHARE * limit)

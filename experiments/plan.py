@@ -1,6 +1,7 @@
 """Plan a model for a budget of memory; or compare policies on the reference graph.
 
     python -m experiments.plan --model=vgg16 --size=2048 --budget=1GiB --picture=plan.png
+    python -m experiments.plan --model=vgg16 --size=4096 --device="NVIDIA H200" --dtype=bfloat16
     python -m experiments.plan --reference
 
 Nothing is run: plans are compiled, and the compiled bytes are read. `--reference` is the U-Net on a
@@ -38,6 +39,9 @@ _SIZE = flags.DEFINE_integer("size", None, "height and width; by default the ref
 _BATCH = flags.DEFINE_integer("batch", None, "images; by default the reference's")
 _DTYPE = flags.DEFINE_string("dtype", "float32", "type of weights and activations")
 _BUDGET = flags.DEFINE_string("budget", "2GiB", "bytes of the compiled step")
+_DEVICE = flags.DEFINE_string(
+    "device", None, "a GPU that need not be there, as 'NVIDIA H200'; needs JAX's CUDA plugin"
+)
 _OFFLOAD = flags.DEFINE_bool("offload", False, "may results wait in host memory?")
 _SAVE = flags.DEFINE_string("save", None, "write the plan here, as JSON")
 _PICTURE = flags.DEFINE_string("picture", None, "draw it here (png, svg, pdf)")
@@ -58,8 +62,9 @@ def main(argv: list[str]) -> None:
             in_axes=found.in_axes,
             budget=_BUDGET.value,
             offload=_OFFLOAD.value,
+            device=_DEVICE.value,
         )
-    except policies.BudgetError as error:
+    except (policies.BudgetError, policies.NoDeviceError) as error:
         sys.exit(str(error))
     print(plan)
     if _SAVE.value:
@@ -94,12 +99,12 @@ def reference(budgets: tuple[str, ...] = ("4GB", "2GB", "1GB", "0.5GB")) -> str:
     listed = smallest_budget(graph, depth_first_sets(graph), as_listed=True).peak
     return "\n".join(
         [
-            "| policy | predicted bytes | compiled bytes | ratio | forward flops | other model |",
+            "| policy | estimated bytes | compiled bytes | ratio | forward flops | other model |",
             "|---|---|---|---|---|---|",
             *rows,
             "",
             f"U-Net, batch 8, 572 x 572, float32; compiled for {jax.devices()[0].device_kind}, jax "
-            f"{jax.__version__}. Predicted and compiled: arguments, results and temporaries of one "
+            f"{jax.__version__}. Estimated and compiled: arguments, results and temporaries of one "
             "step (loss and all gradients). Other model: what the framework keeps of the forward "
             "pass, or the peak in the memory model of the lower-set paper, which counts "
             "activations and their gradients only, and frees nothing within a stage.",
@@ -121,7 +126,7 @@ def _row(found: Problem, plain: jaxtile.Explanation, text: str, other: str) -> s
     report = jaxtile.memory(jax.value_and_grad(tiled, has_aux=True), *found.arguments)
     print(f"{text}: {format_bytes(report.compiled.bytes.total)}", file=sys.stderr, flush=True)
     return _line(
-        found, plain, policy, text, report.predicted.bytes.total, report.compiled.bytes.total, other
+        found, plain, policy, text, report.estimated.bytes.total, report.compiled.bytes.total, other
     )
 
 
@@ -131,15 +136,15 @@ def _budget_row(found: Problem, plain: jaxtile.Explanation, budget: str) -> str:
     except policies.BudgetError as error:
         return f"| budget:{budget} | does not fit | smallest: {error.smallest:,} | | | |"
     return _line(
-        found, plain, plan, f"budget:{budget}", plan.predicted_bytes, plan.measured_bytes, "-"
+        found, plain, plan, f"budget:{budget}", plan.estimated_bytes, plan.measured_bytes, "-"
     )
 
 
-def _line(found, plain, policy, text, predicted: int, compiled: int, other: str) -> str:
+def _line(found, plain, policy, text, estimated: int, compiled: int, other: str) -> str:
     explained = jaxtile.explain(found.loss, *found.arguments, in_axes=found.in_axes, policy=policy)
     forward = (explained.forward_flops + explained.recomputed_flops) / plain.forward_flops
     return (
-        f"| {text} | {predicted:,} | {compiled:,} | {predicted / compiled:.3f} | {forward:.2f}x | "
+        f"| {text} | {estimated:,} | {compiled:,} | {estimated / compiled:.3f} | {forward:.2f}x | "
         f"{other} |"
     )
 

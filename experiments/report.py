@@ -88,7 +88,7 @@ def row(result: Result, folder: pathlib.Path, position: int) -> dict[str, Any]:
         "ms": values["seconds"] * 1e3,
         "spread": scaled("spread"),
         "MiB": scaled("compiled_bytes", 2**20),
-        "predicted": scaled("predicted_bytes", compiled) if compiled else None,
+        "estimated": scaled("estimated_bytes", compiled) if compiled else None,
         "peak MiB": scaled("observed_peak", 2**20),
         "Mpixel/s": scaled("megapixels_per_second"),
         "GFLOP/s": scaled("flops_per_second", 1e9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -130,6 +131,8 @@ class Step:
             budget=budget,
             step=self._of,
             step_args=(self.state, *self.batch),
+            # All processes of a run must come to the same plan, however fast each is.
+            time_limit=60 if jax.process_count() == 1 else math.inf,
             progress=lambda line: print(line, flush=True),
         )
 
@@ -206,8 +209,8 @@ class Program:
         began = time.perf_counter()
         traced = step.traced(policy)
         self.devices = step.devices
-        # What a mesh's devices hold is not predicted yet.
-        self.predicted = predicted_bytes(traced) if self.devices.mesh is None else None
+        # What a mesh's devices hold is not estimated yet.
+        self.estimated = estimated_bytes(traced) if self.devices.mesh is None else None
         self.step = traced.lower().compile()
         self.bytes = jaxtile.Bytes.of(self.step).total
         self.compile_seconds = time.perf_counter() - began
@@ -215,17 +218,15 @@ class Program:
 
     def bytes_text(self) -> str:
         """Of a step; on a mesh, of each device."""
-        predicted = "" if self.predicted is None else f" ({format_bytes(self.predicted)} predicted)"
+        estimated = "" if self.estimated is None else f" ({format_bytes(self.estimated)} estimated)"
         each = "" if self.devices.mesh is None else f" on each of {self.devices.mesh.size} devices"
-        return f"{format_bytes(self.bytes)}{each}{predicted}"
+        return f"{format_bytes(self.bytes)}{each}{estimated}"
 
     def memory_text(self) -> str:
         peak = self.peak.observed()
         return f"step {format_bytes(self.bytes)}" if peak is None else f"peak {format_bytes(peak)}"
 
 
-def predicted_bytes(traced: Any) -> int:
-    """Of a traced step, before it is compiled."""
-    infos = jax.tree.leaves(traced.args_info, is_leaf=lambda x: hasattr(x, "donated"))
-    donated = [info.donated for info in infos]
-    return jaxtile.predict_memory(traced.jaxpr, donated=donated).bytes.total
+def estimated_bytes(traced: Any) -> int:
+    """Of a traced step, before it is compiled: a guess."""
+    return jaxtile.estimate_memory(traced).bytes.total

@@ -12,9 +12,8 @@ import jaxtile
 from policies import format_bytes
 
 from . import pictures
-from .device_memory import memory_of_device
 from .evaluation import Evaluation
-from .step import Program, Step, predicted_bytes
+from .step import Program, Step
 from .task import Weights
 from .workdir import Workdir, write_atomically
 
@@ -36,7 +35,7 @@ def write(
     lines = workdir.metrics()
     last = [line for line in lines if line.get("split") == "eval"][-1]
     peak = program.peak.observed()  # before the plain step is compiled
-    plain_predicted, plain_compiled = plain_bytes(step)
+    plain_compiled = plain_bytes(step)
     found = {
         "step": last["step"],
         "quality": {k: last[k] for k in _QUALITY},
@@ -44,11 +43,10 @@ def write(
         "best": record["best"],
         "policy": step.task.config.policy,
         "bytes": {
-            "predicted": program.predicted,
+            "estimated": program.estimated,
             "compiled": program.bytes,
             "observed_peak": peak,
             "peak_while_compiling": program.peak.before,
-            "plain_predicted": plain_predicted,
             "plain_compiled": plain_compiled,
         },
         "speed": speed(workdir),
@@ -63,19 +61,14 @@ def write(
     return text
 
 
-def plain_bytes(step: Step) -> tuple[int, int | None]:
-    """Predicted and compiled bytes of the untiled step; None where it could not be tried: on a GPU
-    compiling it runs its convolutions.
+def plain_bytes(step: Step) -> int | None:
+    """Compiled bytes of the untiled step: without autotuning, which would run its convolutions.
+    None if the compiler gives up.
     """
-    traced = step.traced(None)
-    predicted = predicted_bytes(traced)
-    limit = memory_of_device().get("bytes_limit")
-    if limit is not None and predicted > 0.8 * limit:
-        return predicted, None
     try:
-        return predicted, jaxtile.Bytes.of(traced.lower().compile()).total
-    except jax.errors.JaxRuntimeError:  # out of memory, after all
-        return predicted, None
+        return jaxtile.compiled_bytes(step.traced(None).lower()).total
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 def speed(workdir: Workdir) -> dict[str, float]:
@@ -112,11 +105,8 @@ def draw(workdir, step: Step, policy, lines, evaluation, weights: Weights) -> li
 
 def as_text(found: dict[str, Any], step, program, drawn, workdir, warnings: list[str]) -> str:
     size, best = found["bytes"], found["best"]
-    plain, which = (
-        (size["plain_predicted"], "predicted")
-        if size["plain_compiled"] is None
-        else (size["plain_compiled"], "compiled")
-    )
+    plain = size["plain_compiled"]
+    compared = plain and f", plain JAX {format_bytes(plain)}: {size['compiled'] / plain:.2f} of it"
     counted, *more = step.task.describe_counts(found["quality"])
     rows = [
         (
@@ -134,8 +124,7 @@ def as_text(found: dict[str, Any], step, program, drawn, workdir, warnings: list
         ),
         (
             "memory",
-            f"{program.bytes_text()} a step, "
-            f"plain JAX {format_bytes(plain)} ({which}): {size['compiled'] / plain:.2f} of it",
+            f"{program.bytes_text()} a step{compared or ''}",
         ),
     ]
     if size["observed_peak"] is not None:

@@ -6,21 +6,22 @@ dimensions are tiled), `_tile` (one tile), `_calls` (custom derivatives), `_targ
 (where to cut), `_recompute` and `_loop` (regions and their derivatives), `_mesh`, `_collectives`
 and `_sharded` (the same on many devices), `_checkpoint` (the public face), `_stream` (the same from
 disk to disk), `_cost` and `_explain`, `_operations` and `_liveness` (work and live bytes of any
-function), `_outline` (what a planner sees); `_instructions`, `_lowerings`, `_rewrites`, `_program`,
-`_kernels`, `_fusion`, `_schedule`, `_packing`, `_buffers`, `_compiled` and `_memory` (predicted and
-true bytes). `ops` are operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
+function), `_outline` (what a planner sees); `_compiled`, `_estimate`, `_hlo` and `_memory` (true
+and estimated bytes). `ops` are operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
 """
 
 from . import ops as ops
 from ._checkpoint import checkpoint as checkpoint
+from ._compiled import Bytes as Bytes
+from ._compiled import compiled_bytes as compiled_bytes
 from ._errors import TilingError as TilingError
+from ._estimate import Estimate as Estimate
+from ._estimate import estimate_memory as estimate_memory
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
 from ._liveness import replay as replay
-from ._memory import Bytes as Bytes
 from ._memory import Memory as Memory
 from ._memory import memory as memory
-from ._memory import predict_memory as predict_memory
 from ._operations import Operation as Operation
 from ._operations import Operations as Operations
 from ._operations import operations as operations

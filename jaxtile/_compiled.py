@@ -1,284 +1,73 @@
-"""What a compiled program holds, read from its scheduled HLO text.
+"""Bytes of a compiled program: the compiler is the model of its own memory.
 
-XLA's `memory_analysis` gives sums. The text gives the instructions in the order in which they run,
-so a walk over them says which buffers are live where the sum is largest, and what made them: the
-only reliable answer to "was this value kept or computed again?". Loop bodies are walked in turn,
-and what they hold at most is added where the loop runs.
-
-Known inefficiencies: XLA packs buffers into one block, here they are only added up; which result
-takes over the buffer of a dying operand is guessed from opcodes and shapes; scratch space inside
-library calls is not in the text.
+What XLA fuses, in which order it runs kernels and how it packs their results cannot be foretold
+from a traced function. But most of what makes a compilation slow comes after all that: on a GPU,
+timing many algorithms for each convolution; on a CPU, optimising machine code. So a program is
+compiled without these, in seconds, and its bytes are read.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-import math
-import re
-from collections.abc import Mapping, Sequence
+from typing import Any
 
-from ._buffers import Buffer, at_peak
-
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
-_SHAPE = re.compile(r"\(|\)|/\*.*?\*/|(\w+)\[([^\]]*)\](?:\{[^}]*\})?")
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
-_NAME = re.compile(r"%([\w.\-]+)")
-_CALLED = re.compile(
-    r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([^,\s]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+import jax
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    dtype: str
-    shape: tuple[int, ...]
+class Bytes:
+    """Bytes on the device, by kind."""
 
-    @functools.cached_property
-    def bytes(self) -> int:
-        bits = _BITS.get(self.dtype)
-        if bits is None:
-            digits = re.match(r"[a-z]+(\d+)", self.dtype)
-            bits = int(digits[1]) if digits else 32
-        return math.prod(self.shape) * bits // 8
+    arguments: int
+    outputs: int
+    aliases: int
+    """Outputs that lie in donated arguments, and so are counted twice above."""
+    temporaries: int
 
+    @property
+    def fixed(self) -> int:
+        """What no schedule changes: arguments and outputs."""
+        return self.arguments + self.outputs - self.aliases
 
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-    name: str
-    opcode: str
-    leaves: tuple[Leaf, ...]
-    spans: tuple[tuple[int, int], ...]
-    """For a tuple, which leaves belong to which element."""
-    operands: tuple[str, ...]
-    called: tuple[str, ...]
-    op_name: str
-    attributes: str
-    is_root: bool
+    @property
+    def total(self) -> int:
+        return self.fixed + self.temporaries
 
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    computations: Mapping[str, Sequence[Instruction]]
-    entry: str
-    unread: int
-    """Lines that look like instructions and could not be read."""
-
-
-def read(text: str) -> Program | None:
-    """The computations of an HLO module's text; None if there is no entry."""
-    computations: dict[str, list[Instruction]] = {}
-    entry, current, unread = None, None, 0
-    for line in text.splitlines():
-        if current is None:
-            header = _HEADER.match(line)
-            if header and not line.startswith("HloModule"):
-                current = computations.setdefault(header[2], [])
-                entry = header[2] if header[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif (found := _INSTRUCTION.match(line)) is not None:
-            instruction = _instruction(found[2], found[3], bool(found[1]))
-            unread += instruction is None
-            current += [instruction] if instruction else []
-    return Program(computations, entry, unread) if entry and computations[entry] else None
-
-
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction | None:
-    opcode = _OPCODE.search(" " + rest)
-    if opcode is None:
-        return None
-    shape, begin = rest[: opcode.start()], opcode.end() - 1
-    end = _closing(rest, begin)
-    attributes = rest[end + 1 :]
-    leaves, spans = _leaves(shape)
-    branches = _BRANCHES.search(attributes)
-    called = _CALLED.findall(attributes)
-    called += _NAME.findall(branches[1]) if branches else []
-    op_name = re.search(r'op_name="([^"]*)"', attributes)
-    return Instruction(
-        name,
-        opcode[1],
-        leaves,
-        spans,
-        tuple(_NAME.findall(rest[begin:end])),
-        tuple(c.lstrip("%") for c in called),
-        op_name[1] if op_name else "",
-        attributes,
-        is_root,
-    )
-
-
-def _closing(text: str, begin: int) -> int:
-    depth = 1
-    for i in range(begin, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i
-    return len(text)
-
-
-def _leaves(shape: str) -> tuple[tuple[Leaf, ...], tuple[tuple[int, int], ...]]:
-    """The arrays in a shape, in order, and where the elements of the outermost tuple lie."""
-    leaves, spans, depth, start = [], [], 0, 0
-    for token in _SHAPE.finditer(shape):
-        if token[0] == "(":
-            depth += 1
-            start = len(leaves) if depth == 2 else start
-        elif token[0] == ")":
-            depth -= 1
-            if depth == 1:
-                spans.append((start, len(leaves)))
-        elif token[1] is not None:
-            dims = tuple(int(d.lstrip("<=")) for d in token[2].split(",") if d.strip())
-            leaves.append(Leaf(token[1], dims))
-            if depth == 1:
-                spans.append((len(leaves) - 1, len(leaves)))
-    return tuple(leaves), tuple(spans)
-
-
-_VIEWS = frozenset(
-    """
-    bitcast tuple get-tuple-element while optimization-barrier opt-barrier copy-done async-done
-    async-update add-dependency domain
-    """.split()
-)
-_FREE = frozenset(["parameter", "constant", "partition-id", "replica-id", "after-all"])
-# These read other positions than the one they write, so they do not write over an operand.
-_NOT_IN_PLACE = frozenset(
-    """
-    call concatenate convolution copy custom-call dot fft gather pad reduce reduce-window reverse
-    sort transpose
-    """.split()
-)
-Place = tuple[str, int]
-"""An instruction and the number of its leaf: who first wrote a buffer."""
-
-
-def held(program: Program) -> list[Buffer]:
-    """The temporaries that are live when their sum is largest, by a walk over the schedule."""
-    return at_peak(_Walk(program).run(program.entry, "output"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """What a buffer was made for."""
-
-    instruction: Instruction
-    leaf: Leaf
-
-
-class _Walk:
-    """One clock for the entry and the computations that it runs."""
-
-    def __init__(self, program: Program):
-        self.computations, self.now = program.computations, 0
-
-    def run(self, computation: str, results: str) -> list[Buffer]:
-        """Buffers of a computation; arguments, and results other than outputs, are the caller's."""
-        instructions = self.computations.get(computation, ())
-        places = self._places(instructions)
-        last = {p: i for i, it in enumerate(instructions) for o in it.operands for p in places[o]}
-        returned = {p for it in instructions if it.is_root for p in places[it.name]}
-        live: dict[Place, Buffer] = {}
-        found = []
-        for i, it in enumerate(instructions):
-            self.now += 1
-            start = self.now
-            for called in it.called if it.opcode in ("while", "call", "conditional") else ():
-                found += self.run(called, "caller")
-            for k, leaf in enumerate(it.leaves):
-                place = (it.name, k)
-                if it.opcode not in _FREE and places[it.name][k] == place:
-                    kind = results if place in returned else "temporary"
-                    live[place] = Buffer(leaf.bytes, start, self.now, kind, Held(it, leaf))
-                    found += [live[place]] if kind != "caller" else []
-            for place in (p for o in it.operands for p in places[o] if last[p] == i):
-                if place in live:
-                    live[place].end = self.now
-        for place in returned & live.keys():
-            live[place].end = self.now
-        return found
-
-    def _places(self, instructions: Sequence[Instruction]) -> dict[str, list[Place]]:
-        """Where each leaf of each instruction lies."""
-        places = collections.defaultdict(list)
-        by_name = {it.name: it for it in instructions}
-        for it in instructions:
-            own = [(it.name, k) for k in range(len(it.leaves))]
-            before = [p for o in it.operands for p in places[o]]
-            if it.opcode == "get-tuple-element" and it.operands[0] in by_name:
-                index = re.search(r"index=(\d+)", it.attributes)
-                spans = by_name[it.operands[0]].spans
-                begin, end = spans[int(index[1])] if index and spans else (0, len(own))
-                own = before[begin:end]
-            elif it.opcode in _VIEWS and len(before) >= len(own):
-                own = before[: len(own)]
-            places[it.name] = own
-        return self._in_place(instructions, places)
-
-    def _in_place(self, instructions, places):
-        """The same, where results take over the buffers of operands that are not read again."""
-        last = {p: i for i, it in enumerate(instructions) for o in it.operands for p in places[o]}
-        leaves = {(it.name, k): leaf for it in instructions for k, leaf in enumerate(it.leaves)}
-        fixed = {it.name for it in instructions if it.opcode in _FREE}
-        into: dict[Place, Place] = {}
-
-        def final(place: Place) -> Place:
-            while place in into:
-                place = into[place]
-            return place
-
-        for i, it in enumerate(instructions):
-            if it.opcode in _VIEWS | _FREE or not self._overwrites(it):
-                continue
-            free = [p for p in dict.fromkeys(final(p) for o in it.operands for p in places[o])]
-            free = [p for p in free if last.get(p) == i and p[0] not in fixed]
-            for place in places[it.name]:
-                same = next((p for p in free if leaves[p] == leaves[place]), None)
-                if same is not None:
-                    free.remove(same)
-                    into[place] = same
-                    last[same] = max(i, last.get(place, i))
-        return collections.defaultdict(
-            list, {name: [final(p) for p in found] for name, found in places.items()}
+    @classmethod
+    def of(cls, executable: Any) -> Bytes:
+        """What XLA says of a compiled program."""
+        analysis = executable.memory_analysis()
+        return cls(
+            analysis.argument_size_in_bytes,
+            analysis.output_size_in_bytes,
+            analysis.alias_size_in_bytes,
+            analysis.temp_size_in_bytes,
         )
 
-    def _overwrites(self, it: Instruction) -> bool:
-        if it.opcode != "fusion":
-            return it.opcode not in _NOT_IN_PLACE
-        if "kind=kCustom" in it.attributes or "kind=kInput" in it.attributes or not it.called:
-            return False
-        return all(i.opcode not in _NOT_IN_PLACE for i in self.computations.get(it.called[0], ()))
+
+# What takes long and comes after buffers are assigned.
+_SKIPPED = {
+    "cpu": {"xla_backend_optimization_level": 0},
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    convolutions: int
-    loops: int
-    chains: int
-    """Library calls that run several operations, and hold what is between them themselves."""
+def compiled_bytes(lowered: Any, platform: str | None = None) -> Bytes:
+    """The bytes of a program, compiled only to read them: several times faster than to run it.
 
+    On a CPU they are those of the program as it will run. On a GPU an algorithm that autotuning
+    chooses may want more scratch space than the first that is suggested, so that a promise about
+    the bytes needs `Bytes.of(lowered.compile())` in the end.
 
-def counts(program: Program) -> Counts:
-    """Convolutions, those inside library calls too, and loops; a loop's body counts once."""
-    found = [it for computation in program.computations.values() for it in computation]
-    return Counts(
-        sum(it.opcode == "convolution" or _calls_convolution(it) for it in found),
-        sum(it.opcode == "while" for it in found),
-        sum("kind=kCustom" in it.attributes and _is_chain(it, program) for it in found),
-    )
+    Args:
+      lowered: what `jax.jit(fun).lower(*args)` gives.
+      platform: `cpu`, `gpu` or `tpu`; by default, where JAX runs.
 
-
-def _is_chain(it: Instruction, program: Program) -> bool:
-    inside = program.computations.get(it.called[0], ()) if it.called else ()
-    return sum(i.opcode in ("convolution", "dot", "reduce-window") for i in inside) > 1
-
-
-def _calls_convolution(it: Instruction) -> bool:
-    target = re.search(r'custom_call_target="([^"]*)"', it.attributes)
-    return it.opcode == "custom-call" and target is not None and "conv" in target[1].lower()
+    >>> import jax, jax.numpy as jnp, jaxtile
+    >>> step = jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w)))
+    >>> shapes = [jax.ShapeDtypeStruct((n, 64), "float32") for n in (64, 1024)]
+    >>> jaxtile.compiled_bytes(jax.jit(step).lower(*shapes)).arguments
+    278528
+    """
+    options = _SKIPPED.get(platform or jax.default_backend(), {})
+    return Bytes.of(lowered.compile(compiler_options=options))

@@ -13,6 +13,7 @@ for two sizes of tile in the middle of the array.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
@@ -72,14 +73,20 @@ class Part:
     axis."""
     inputs: tuple[int, ...]
     """The operations whose tiled results it reads."""
-    demands: tuple[tuple[Demand, ...], ...]
-    """Per input and tiled axis."""
     awaits: int
     """The last reduction before it on whose result it depends; -1: on none."""
     held_bytes: int
     """Bytes of the arrays, its result among them, that plain JAX keeps of it for the backward
     pass: those that no fusion avoids."""
     differentiable: bool
+    probe: Callable[[], tuple[tuple[Demand, ...], ...]] = dataclasses.field(
+        repr=False, compare=False
+    )
+
+    @functools.cached_property
+    def demands(self) -> tuple[tuple[Demand, ...], ...]:
+        """Per input and tiled axis. Found when first asked for: a plan that exists needs none."""
+        return self.probe()
 
     @property
     def name(self) -> str:
@@ -169,10 +176,10 @@ def _part(
         reduces=bool(reductions),
         lengths=tuple(lengths),
         inputs=tuple(index[v] for v in reads),
-        demands=_probed(nodes, domain, list(reads), lengths, probes),
         awaits=max((awaits[n] for n in nodes), default=-1),
         held_bytes=sum(v.bytes for n in nodes for v in n.outputs if v in held and v.tiled),
         differentiable=jnp.issubdtype(end.outputs[0].aval.dtype, jnp.inexact),
+        probe=lambda: _probed(nodes, domain, list(reads), lengths, probes),
     )
 
 

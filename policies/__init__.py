@@ -1,5 +1,6 @@
 """What to store, recompute or offload: decisions on top of `jaxtile`."""
 
+from ._absent import NoDeviceError as NoDeviceError
 from ._bytes import format_bytes as format_bytes
 from ._bytes import parse_bytes as parse_bytes
 from ._catalogue import names as names
@@ -12,5 +13,5 @@ from ._frameworks import tensorflow as tensorflow
 from ._frameworks import training_steps as training_steps
 from ._frameworks import untied as untied
 from ._plan import Plan as Plan
-from ._planner import BudgetError as BudgetError
 from ._planner import plan as plan
+from ._search import BudgetError as BudgetError

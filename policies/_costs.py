@@ -106,12 +106,27 @@ def measured_path(device: str | None = None) -> pathlib.Path:
     return cache / "jaxtile" / f"costs-{name}.json"
 
 
-def costs() -> Costs:
-    """The table of the default device: measured if there is one, else built in."""
-    path = measured_path()
+def costs(device: str | None = None) -> Costs:
+    """The table of the default device, or of a GPU that need not be there: measured if there is
+    one, else built in.
+    """
+    path = measured_path(device and pathlib.Path(device).stem)
     if path.exists() or "JAXTILE_COSTS" in os.environ:
         return Costs.load(path)
-    return BUILT_IN["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    on_cpu = device is None and jax.default_backend() == "cpu"
+    return BUILT_IN["cpu" if on_cpu else "gpu"]
+
+
+def built_in_for_another(device: str | None = None) -> str | None:
+    """A sentence if a device's times would be another device's; None if they are its own."""
+    kind, found = device or jax.devices()[0].device_kind, costs(device)
+    if found != BUILT_IN["gpu"] or kind in found.device:
+        return None
+    return (
+        f"no costs of {kind} were measured, so times are those of {found.device}: bytes are right, "
+        "but a faster schedule may be missed; `costs=` takes a table of this device, which "
+        "`experiments.calibrate` of jaxtile's repository measures and saves"
+    )
 
 
 def has_host_memory() -> bool:

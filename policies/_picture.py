@@ -29,12 +29,12 @@ def draw(plan: Plan, path: str | os.PathLike) -> None:
 def _live_bytes(axes, plan: Plan) -> None:
     """Forward, then backward: what is held before a stage, and what it works in."""
     n = len(plan.stages)
-    unit, name = (2**30, "GiB") if plan.predicted_bytes > 2**31 else (2**20, "MiB")
+    unit, name = (2**30, "GiB") if plan.estimated_bytes > 2**31 else (2**20, "MiB")
     held = [0.0]
     for stage in plan.stages:
         held.append(held[-1] + stage.held_bytes / unit)
     working = [stage.working_bytes / unit for stage in plan.stages]
-    fixed = plan.predicted_bytes / unit - max(h + w for h, w in zip(held, working, strict=False))
+    fixed = plan.estimated_bytes / unit - max(h + w for h, w in zip(held, working, strict=False))
     for i, stage in enumerate(plan.stages):
         colour = _COLOURS.get(stage.mode, _TILES)
         bottom = fixed + held[i]
@@ -60,7 +60,7 @@ def _live_bytes(axes, plan: Plan) -> None:
     axes.figure.legend(handles=handles, loc="outside upper center", ncols=5, frameon=False)
     compiled = plan.measured_bytes
     axes.set_title(
-        f"predicted {format_bytes(plan.predicted_bytes)}"
+        f"estimated {format_bytes(plan.estimated_bytes)}"
         + (f", compiled {format_bytes(compiled)}" if compiled else "")
         + f", {plan.seconds / plan.plain_seconds:.2f}x plain's time"
     )

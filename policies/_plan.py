@@ -26,10 +26,10 @@ class PlannedStage(NamedTuple):
     """Results that outlive it."""
     stored_bytes: int
     held_bytes: int
-    """Predicted, that stay after its forward pass: what is stored, or what plain JAX keeps."""
+    """Estimated, that stay after its forward pass: what is stored, or what plain JAX keeps."""
     offloaded: tuple[str, ...]
     working_bytes: int
-    """Predicted, beyond what is stored before it, while it is differentiated."""
+    """Estimated, beyond what is stored before it, while it is differentiated."""
     seconds: float
 
     @property
@@ -50,7 +50,7 @@ class Plan:
     fingerprint: str
     device: str
     budget: int | None
-    predicted_bytes: int
+    estimated_bytes: int
     measured_bytes: int | None
     seconds: float
     plain_seconds: float
@@ -100,9 +100,9 @@ class Plan:
             "not compiled" if self.measured_bytes is None else format_bytes(self.measured_bytes)
         )
         lines += [
-            f"bytes: budget {budget}, predicted {format_bytes(self.predicted_bytes)}, "
-            f"compiled {compiled}; plain predicted {format_bytes(self.plain_bytes)}",
-            f"time: predicted {self.seconds * 1e3:.3g} ms, "
+            f"bytes: budget {budget}, estimated {format_bytes(self.estimated_bytes)}, "
+            f"compiled {compiled}; plain estimated {format_bytes(self.plain_bytes)}",
+            f"time: estimated {self.seconds * 1e3:.3g} ms, "
             f"{self.seconds / self.plain_seconds:.2f}x plain, with the costs of {self.device}"
             + ("" if self.source == "solver" else f"; this is the policy {self.source!r}"),
         ]

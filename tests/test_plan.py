@@ -1,7 +1,10 @@
-"""The budget planner: kept, good, monotone, predicted, saved and drawn."""
+"""The budget planner: kept, good, monotone, saved and drawn."""
 
 import dataclasses
 import functools
+import importlib.util
+import itertools
+import random
 import re
 
 import jax
@@ -15,11 +18,13 @@ import jaxtile
 import jaxtile.nn
 import policies
 from experiments.problems import problem, shape_of
-from policies._costs import BUILT_IN
+from policies._costs import BUILT_IN, built_in_for_another
 from policies._model import Model
-from policies._planner import _named, default_step, portfolio
+from policies._planner import default_step
+from policies._search import _named, portfolio
 from policies._solver import fastest, smallest
 
+from .random_networks import CHANNELS, Network
 from .support import assert_close, assert_same, conv, normal
 from .test_solver import optimum
 
@@ -82,20 +87,59 @@ def test_too_small_a_budget_names_the_smallest_that_works():
         plan(budget=least - 1000)
 
 
-def test_progress_is_told():
+def told(fun, budget, **kwargs) -> tuple[policies.Plan, list[str], list[str]]:
+    """A plan; what was said before and after each compilation."""
     lines = []
-    policies.plan(network, WEIGHTS, IMAGE, in_axes=AXES, budget="1MiB", progress=lines.append)
-    assert "predicted; solved in" in lines[0]
-    assert "compiled in" in lines[1]
+    found = policies.plan(
+        fun, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append, **kwargs
+    )
+    return found, lines[::2], lines[1::2]
 
 
-def test_once_something_fits_nothing_is_compiled_that_should_not():
-    lines, budget = [], int(0.95 * compiled_bytes(normed))
-    policies.plan(normed, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append)
-    first = next(i for i, line in enumerate(lines) if " fits " in line)
-    later = [re.search(r"([0-9.]+ \w+) predicted", line) for line in lines[first + 1 :]]
-    rounded = 1.005 * budget
-    assert all(policies.parse_bytes(found[1]) <= rounded for found in later if found)
+def test_progress_is_told():
+    found, before, after = told(network, int(0.5 * compiled_bytes(network)))
+    assert all("estimated" in line and "compiling" in line for line in before)
+    assert all("compiled in" in line for line in after)
+    assert ["as it will run" in line for line in before] == [False] * (len(before) - 1) + [True]
+    assert policies.format_bytes(found.measured_bytes) in after[-1]
+    assert " fits " in after[-1]
+
+
+@pytest.mark.parametrize("fun", [network, normed])
+@pytest.mark.parametrize("share", [0.9, 0.4])
+def test_few_schedules_are_compiled_and_each_after_one_that_fits_is_faster(fun, share):
+    found, before, after = told(fun, int(share * compiled_bytes(fun)))
+    assert 2 <= len(before) <= 7
+    times = [float(re.search(r"([0-9.]+)x plain", line)[1]) for line in before]
+    first = next(i for i, line in enumerate(after) if " fits " in line)
+    assert all(time <= times[first] for time in times[first + 1 : -1])
+    fitting = [t for t, line in zip(times, after, strict=True) if " fits " in line]
+    assert f"{min(fitting):.2f}x plain" in str(found)
+
+
+def test_the_promise_is_about_the_program_that_runs(monkeypatch):
+    """Autotuning may choose an algorithm that needs more: then the search goes on."""
+    honest = jaxtile.compiled_bytes
+
+    def too_little(lowered, platform):
+        found = honest(lowered, platform)
+        return dataclasses.replace(found, temporaries=int(0.8 * found.temporaries))
+
+    budget = int(0.6 * compiled_bytes(network))
+    expected = plan(network, budget)
+    monkeypatch.setattr(jaxtile, "compiled_bytes", too_little)
+    found, _, after = told(network, budget)
+    assert any("is too much for" in line for line in after)
+    tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=found)
+    assert found.measured_bytes == compiled_bytes(tiled) <= budget
+    assert found.seconds <= 1.3 * expected.seconds
+
+
+def test_without_time_the_first_schedule_that_fits_is_taken():
+    _, before, after = told(normed, "1GiB", time_limit=0.0)
+    assert len(before) == 2
+    _, before, after = told(normed, int(0.7 * compiled_bytes(normed)), time_limit=0.0)
+    assert [" fits " in line for line in after] == [False] * (len(after) - 2) + [True] * 2
 
 
 def test_a_function_that_is_part_of_its_readers_has_a_plan():
@@ -195,7 +239,7 @@ def test_the_smallest_budget_works_and_so_does_every_larger_one(fun):
     with pytest.raises(policies.BudgetError) as raised:
         policies.plan(fun, weights, x, budget=100, **quiet)
     least = raised.value.smallest
-    for share in (1.0, 1.1, 1.3, 1.7):
+    for share in (1.0, 1.3):
         found = policies.plan(fun, weights, x, budget=share * least, **quiet)
         assert found.measured_bytes <= share * least
 
@@ -391,29 +435,79 @@ def test_against_an_integer_programme_on_a_graph():
         assert fastest(tables, budget).seconds == pytest.approx(optimum(tables, budget))
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet50", "local_cnn")]
+SMALL = {"unet": 220, "vgg16": 64, "alexnet": None, "resnet50": 64, "local_cnn": None}
+SHARES = (0.5, 0.25)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("unet", "resnet50", "local_cnn")]
 
 
-@pytest.mark.parametrize("name", ["unet", "vgg16", "alexnet", *SLOW])
-def test_prediction_on_the_reference_models(name):
-    """Within 10 % of what the compiler says."""
-    found = reference(name)
-    budget = 0.5 * _plain_bytes(name)
-    chosen = policies.plan(
+@pytest.mark.parametrize("name", ["vgg16", "alexnet", *SLOW])
+def test_budgets_are_kept_on_the_reference_models(name):
+    batch = 8 if name in ("alexnet", "local_cnn") else 1
+    found = problem(name, shape_of(name, batch, SMALL[name]), jnp.float32, abstract=True)
+    step = default_step(found.arguments, found.in_axes)
+    plain = jaxtile.compiled_bytes(jax.jit(step(found.loss)).lower(*found.arguments))
+    budget = int(plain.fixed + 0.65 * plain.temporaries)
+    planned = policies.plan(
         found.loss,
         *found.arguments,
         in_axes=found.in_axes,
         budget=budget,
         progress=lambda line: None,
     )
-    assert chosen.measured_bytes <= budget
-    assert chosen.predicted_bytes == pytest.approx(chosen.measured_bytes, rel=0.1)
+    tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=planned)
+    run = jax.jit(step(tiled)).lower(*found.arguments).compile()
+    assert planned.measured_bytes == jaxtile.Bytes.of(run).total <= budget
 
 
-def _plain_bytes(name: str) -> int:
-    found = reference(name)
-    step = jax.make_jaxpr(default_step(found.arguments, found.in_axes)(found.loss))
-    return jaxtile.predict_memory(step(*found.arguments)).bytes.total
+MANY = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(range(4, 24), SHARES)
+]
+
+
+@pytest.mark.parametrize(("seed", "share"), [*zip(range(4), SHARES * 2, strict=True), *MANY])
+def test_budgets_are_kept_on_networks_that_nobody_tuned_for(seed, share):
+    """Or the error names a budget that works."""
+    fun = drawn(seed)
+    args = jax.eval_shape(lambda: fun.args)
+    step = default_step(args, AXES)
+
+    def compiled(fun):
+        return jaxtile.Bytes.of(jax.jit(step(fun)).lower(*args).compile())
+
+    plain = compiled(fun)
+    budget = int(plain.fixed + share * plain.temporaries)
+    quiet = {"in_axes": AXES, "progress": lambda line: None}
+    try:
+        found = policies.plan(fun, *args, budget=budget, **quiet)
+    except policies.BudgetError as error:
+        budget = error.smallest
+        found = policies.plan(fun, *args, budget=budget, **quiet)
+    tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=found)
+    assert found.measured_bytes == compiled(tiled).total <= budget
+
+
+def drawn(seed: int) -> Network:
+    """A random network of six layers, on an image that is large enough to matter."""
+    chance = random.Random(seed)
+    layers = [("conv", 3, 3, 1, "SAME", 1, 0.5)] + [
+        chance.choice(
+            [
+                ("conv", 3, 3, chance.choice([1, 1, 2]), "SAME", chance.choice([1, 2]), 0.1),
+                ("depthwise",),
+                ("max_pool", 2, 2, "VALID"),
+                ("average_pool",),
+                ("act", chance.choice(["relu", "gelu", "unit"])),
+                ("batch_norm",),
+                ("instance_norm",),
+                ("squeeze_excite",),
+                ("skip", chance.randrange(9)),
+                ("concatenate", chance.randrange(9)),
+                ("resize", "bilinear", 64, 48),
+            ]
+        )
+        for _ in range(5)
+    ]
+    return Network(tuple(layers), (1, 128, 96, CHANNELS), None, None, seed)
 
 
 def test_stages_are_in_order():
@@ -477,3 +571,33 @@ def test_costs(tmp_path, monkeypatch):
     (tmp_path / "costs.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a table of costs"):
         policies.costs()
+
+
+def test_a_table_of_another_device_is_not_used_silently():
+    assert built_in_for_another() is None  # a CPU has its own
+    assert built_in_for_another("NVIDIA H200") is None
+    assert "NVIDIA A100" in built_in_for_another("NVIDIA A100")
+    assert "those of NVIDIA H200" in built_in_for_another("NVIDIA A100")
+
+
+def has_cuda_plugin() -> bool:
+    names = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+    return any(importlib.util.find_spec(name) for name in names)
+
+
+def test_a_device_that_nobody_knows():
+    with pytest.raises(policies.NoDeviceError, match="must be one of NVIDIA H200"):
+        plan(device="NVIDIA X1")
+
+
+@pytest.mark.skipif(has_cuda_plugin(), reason="the CUDA plugin is installed")
+def test_without_the_plugin_no_plan_for_an_absent_device():
+    with pytest.raises(policies.NoDeviceError, match="needs JAX's CUDA plugin"):
+        plan(device="NVIDIA H200")
+
+
+@pytest.mark.skipif(not has_cuda_plugin(), reason="needs JAX's CUDA plugin")
+def test_a_plan_for_a_gpu_that_is_not_there():
+    found = plan(budget="400kB", device="NVIDIA H200")
+    assert found.measured_bytes <= 400_000
+    assert found.device.startswith("NVIDIA H200")

@@ -31,7 +31,7 @@ def values(seconds, size, **more):
         "seconds": seconds,
         "spread": 0.1,
         "compiled_bytes": size,
-        "predicted_bytes": size,
+        "estimated_bytes": size,
         "observed_peak": None,
         "megapixels_per_second": 1 / seconds,
         "flops_per_second": 1e9 / seconds,

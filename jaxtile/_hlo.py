@@ -1,0 +1,298 @@
+"""What a compiled program holds, read from its scheduled HLO text.
+
+XLA's `memory_analysis` gives sums. The text gives the instructions in the order in which they run,
+so a walk over them says which buffers are live where the sum is largest, and what made them: the
+only reliable answer to "was this value kept or computed again?". Loop bodies are walked in turn,
+and what they hold at most is added where the loop runs.
+
+Known inefficiencies: XLA packs buffers into one block, here they are only added up; which result
+takes over the buffer of a dying operand is guessed from opcodes and shapes; scratch space inside
+library calls is not in the text.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
+_SHAPE = re.compile(r"\(|\)|/\*.*?\*/|(\w+)\[([^\]]*)\](?:\{[^}]*\})?")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:body|condition|calls|to_apply|true_computation|false_computation)=%?([^,\s]+)"
+)
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    dtype: str
+    shape: tuple[int, ...]
+
+    @functools.cached_property
+    def bytes(self) -> int:
+        bits = _BITS.get(self.dtype)
+        if bits is None:
+            digits = re.match(r"[a-z]+(\d+)", self.dtype)
+            bits = int(digits[1]) if digits else 32
+        return math.prod(self.shape) * bits // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    opcode: str
+    leaves: tuple[Leaf, ...]
+    spans: tuple[tuple[int, int], ...]
+    """For a tuple, which leaves belong to which element."""
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    op_name: str
+    attributes: str
+    is_root: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    computations: Mapping[str, Sequence[Instruction]]
+    entry: str
+    unread: int
+    """Lines that look like instructions and could not be read."""
+
+
+def read(text: str) -> Program | None:
+    """The computations of an HLO module's text; None if there is no entry."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current, unread = None, None, 0
+    for line in text.splitlines():
+        if current is None:
+            header = _HEADER.match(line)
+            if header and not line.startswith("HloModule"):
+                current = computations.setdefault(header[2], [])
+                entry = header[2] if header[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif (found := _INSTRUCTION.match(line)) is not None:
+            instruction = _instruction(found[2], found[3], bool(found[1]))
+            unread += instruction is None
+            current += [instruction] if instruction else []
+    return Program(computations, entry, unread) if entry and computations[entry] else None
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> Instruction | None:
+    opcode = _OPCODE.search(" " + rest)
+    if opcode is None:
+        return None
+    shape, begin = rest[: opcode.start()], opcode.end() - 1
+    end = _closing(rest, begin)
+    attributes = rest[end + 1 :]
+    leaves, spans = _leaves(shape)
+    branches = _BRANCHES.search(attributes)
+    called = _CALLED.findall(attributes)
+    called += _NAME.findall(branches[1]) if branches else []
+    op_name = re.search(r'op_name="([^"]*)"', attributes)
+    return Instruction(
+        name,
+        opcode[1],
+        leaves,
+        spans,
+        tuple(_NAME.findall(rest[begin:end])),
+        tuple(c.lstrip("%") for c in called),
+        op_name[1] if op_name else "",
+        attributes,
+        is_root,
+    )
+
+
+def _closing(text: str, begin: int) -> int:
+    depth = 1
+    for i in range(begin, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    return len(text)
+
+
+def _leaves(shape: str) -> tuple[tuple[Leaf, ...], tuple[tuple[int, int], ...]]:
+    """The arrays in a shape, in order, and where the elements of the outermost tuple lie."""
+    leaves, spans, depth, start = [], [], 0, 0
+    for token in _SHAPE.finditer(shape):
+        if token[0] == "(":
+            depth += 1
+            start = len(leaves) if depth == 2 else start
+        elif token[0] == ")":
+            depth -= 1
+            if depth == 1:
+                spans.append((start, len(leaves)))
+        elif token[1] is not None:
+            dims = tuple(int(d.lstrip("<=")) for d in token[2].split(",") if d.strip())
+            leaves.append(Leaf(token[1], dims))
+            if depth == 1:
+                spans.append((len(leaves) - 1, len(leaves)))
+    return tuple(leaves), tuple(spans)
+
+
+_VIEWS = frozenset(
+    """
+    bitcast tuple get-tuple-element while optimization-barrier opt-barrier copy-done async-done
+    async-update add-dependency domain
+    """.split()
+)
+_FREE = frozenset(["parameter", "constant", "partition-id", "replica-id", "after-all"])
+# These read other positions than the one they write, so they do not write over an operand.
+_NOT_IN_PLACE = frozenset(
+    """
+    call concatenate convolution copy custom-call dot fft gather pad reduce reduce-window reverse
+    sort transpose
+    """.split()
+)
+Place = tuple[str, int]
+"""An instruction and the number of its leaf: who first wrote a buffer."""
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    """A leaf of an instruction, held from one step to another, both included."""
+
+    instruction: Instruction
+    leaf: Leaf
+    start: int
+    end: int
+    is_output: bool
+
+
+def held(program: Program) -> list[Buffer]:
+    """The temporaries that are live when their sum is largest, by a walk over the schedule."""
+    found = _Walk(program).run(program.entry, is_entry=True)
+    return _at_peak([b for b in found if not b.is_output])
+
+
+def _at_peak(buffers: Iterable[Buffer]) -> list[Buffer]:
+    events = [(b.start, 0, b.leaf.bytes) for b in buffers]
+    events += [(b.end, 1, -b.leaf.bytes) for b in buffers]
+    now, most, when = 0, 0, 0
+    for time, _, change in sorted(events):
+        now += change
+        if now > most:
+            most, when = now, time
+    return [b for b in buffers if b.start <= when <= b.end]
+
+
+class _Walk:
+    """One clock for the entry and the computations that it runs."""
+
+    def __init__(self, program: Program):
+        self.computations, self.now = program.computations, 0
+
+    def run(self, computation: str, *, is_entry: bool = False) -> list[Buffer]:
+        """Buffers of a computation; arguments, and results other than the entry's, are the
+        caller's.
+        """
+        instructions = self.computations.get(computation, ())
+        places = self._places(instructions)
+        last = {p: i for i, it in enumerate(instructions) for o in it.operands for p in places[o]}
+        returned = {p for it in instructions if it.is_root for p in places[it.name]}
+        live: dict[Place, Buffer] = {}
+        found = []
+        for i, it in enumerate(instructions):
+            self.now += 1
+            start = self.now
+            for called in it.called if it.opcode in ("while", "call", "conditional") else ():
+                found += self.run(called)
+            for k, leaf in enumerate(it.leaves):
+                place = (it.name, k)
+                if it.opcode not in _FREE and places[it.name][k] == place:
+                    live[place] = Buffer(it, leaf, start, self.now, place in returned)
+                    found += [live[place]] if is_entry or place not in returned else []
+            for place in (p for o in it.operands for p in places[o] if last[p] == i):
+                if place in live:
+                    live[place].end = self.now
+        for place in returned & live.keys():
+            live[place].end = self.now
+        return found
+
+    def _places(self, instructions: Sequence[Instruction]) -> dict[str, list[Place]]:
+        """Where each leaf of each instruction lies."""
+        places = collections.defaultdict(list)
+        by_name = {it.name: it for it in instructions}
+        for it in instructions:
+            own = [(it.name, k) for k in range(len(it.leaves))]
+            before = [p for o in it.operands for p in places[o]]
+            if it.opcode == "get-tuple-element" and it.operands[0] in by_name:
+                index = re.search(r"index=(\d+)", it.attributes)
+                spans = by_name[it.operands[0]].spans
+                begin, end = spans[int(index[1])] if index and spans else (0, len(own))
+                own = before[begin:end]
+            elif it.opcode in _VIEWS and len(before) >= len(own):
+                own = before[: len(own)]
+            places[it.name] = own
+        return self._in_place(instructions, places)
+
+    def _in_place(self, instructions, places):
+        """The same, where results take over the buffers of operands that are not read again."""
+        last = {p: i for i, it in enumerate(instructions) for o in it.operands for p in places[o]}
+        leaves = {(it.name, k): leaf for it in instructions for k, leaf in enumerate(it.leaves)}
+        fixed = {it.name for it in instructions if it.opcode in _FREE}
+        into: dict[Place, Place] = {}
+
+        def final(place: Place) -> Place:
+            while place in into:
+                place = into[place]
+            return place
+
+        for i, it in enumerate(instructions):
+            if it.opcode in _VIEWS | _FREE or not self._overwrites(it):
+                continue
+            free = [p for p in dict.fromkeys(final(p) for o in it.operands for p in places[o])]
+            free = [p for p in free if last.get(p) == i and p[0] not in fixed]
+            for place in places[it.name]:
+                same = next((p for p in free if leaves[p] == leaves[place]), None)
+                if same is not None:
+                    free.remove(same)
+                    into[place] = same
+                    last[same] = max(i, last.get(place, i))
+        return collections.defaultdict(
+            list, {name: [final(p) for p in found] for name, found in places.items()}
+        )
+
+    def _overwrites(self, it: Instruction) -> bool:
+        if it.opcode != "fusion":
+            return it.opcode not in _NOT_IN_PLACE
+        if "kind=kCustom" in it.attributes or "kind=kInput" in it.attributes or not it.called:
+            return False
+        return all(i.opcode not in _NOT_IN_PLACE for i in self.computations.get(it.called[0], ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    convolutions: int
+    loops: int
+    chains: int
+    """Library calls that run several operations, and hold what is between them themselves."""
+
+
+def counts(program: Program) -> Counts:
+    """Convolutions, those inside library calls too, and loops; a loop's body counts once."""
+    found = [it for computation in program.computations.values() for it in computation]
+    return Counts(
+        sum(it.opcode == "convolution" or _calls_convolution(it) for it in found),
+        sum(it.opcode == "while" for it in found),
+        sum("kind=kCustom" in it.attributes and _is_chain(it, program) for it in found),
+    )
+
+
+def _is_chain(it: Instruction, program: Program) -> bool:
+    inside = program.computations.get(it.called[0], ()) if it.called else ()
+    return sum(i.opcode in ("convolution", "dot", "reduce-window") for i in inside) > 1
+
+
+def _calls_convolution(it: Instruction) -> bool:
+    target = re.search(r'custom_call_target="([^"]*)"', it.attributes)
+    return it.opcode == "custom-call" and target is not None and "conv" in target[1].lower()
