@@ -365,11 +365,10 @@ class _Tile:
             self._cut(tile.windows[v], w) if v.tiled and w is not None else None
             for v, w in zip(graph.outputs, windows, strict=True)
         ]
-        if self._settled:
-            if len(self.table.columns) > known:
-                raise _refusal(self.eqn, "it needs other positions than the tile has")
-            for value, have in zip(graph.inputs, held, strict=True):
-                _check_within(self.eqn, tile.windows.get(value, {}), have)
+        if not all(map(_within, (tile.windows.get(v, {}) for v in graph.inputs), held)):
+            raise self._refusal("it reads positions around those that the tile has")
+        if self._settled and len(self.table.columns) > known:
+            raise self._refusal("it needs other positions than the tile has")
 
         def evaluate(scalars, operands):
             env = {
@@ -385,17 +384,19 @@ class _Tile:
 
         return evaluate
 
+    def _refusal(self, reason: str) -> Exception:
+        """While the tile is planned, the function may still run whole; later it is too late."""
+        return _refusal(self.eqn, reason) if self._settled else Mixes(reason)
+
     def _cut(self, held: Windows, wanted: Windows) -> Cut | None:
         """A dimension of size 1 may carry an axis on one side only; there is nothing to cut."""
         both = held.keys() & wanted.keys()
         return Cut.of(self.table, held, {d: wanted[d] for d in sorted(both)}, 0)
 
 
-def _check_within(eqn: Equation, wanted: Windows, held: Windows) -> None:
-    for d, want in wanted.items():
-        have = held.get(d, want)
-        if (want.starts < have.starts).any() or (want.stops > have.stops).any():
-            raise _refusal(eqn, "it reads positions around those that the tile has")
+def _within(wanted: Windows, held: Windows) -> bool:
+    pairs = [(want, held.get(d, want)) for d, want in wanted.items()]
+    return all(((w.starts >= h.starts) & (w.stops <= h.stops)).all() for w, h in pairs)
 
 
 def _lengths(eqn: Equation) -> dict[int, int]:

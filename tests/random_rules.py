@@ -285,7 +285,7 @@ def _joined(call):
 
 def draw(chance: random.Random, order: int | None = None) -> Case:
     """A random case."""
-    rank = chance.choice((1, 1, 1, 2))
+    rank = chance.choice((1, 1, 1, 1, 1, 2))
     size = tuple(chance.choice((5, 6, 7)) for _ in range(rank))
     grid = tuple(chance.randint(1, min(n, 4)) for n in size)
     return Case(
@@ -300,7 +300,7 @@ def draw(chance: random.Random, order: int | None = None) -> Case:
         kernels=(chance.choice((1, 3)), chance.choice((1, 2, 3))),
         shape=(chance.randint(1, 2), *size, CHANNELS),
         tiles=chance.choice((grid, grid, grid, grid, "whole")),
-        order=chance.choice((1, 1, 2)) if order is None else order,
+        order=chance.choice((1, 1, 1, 1, 2)) if order is None else order,
         seed=chance.randint(0, 99),
     )
 

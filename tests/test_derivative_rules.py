@@ -166,6 +166,15 @@ def test_second_derivatives_of_a_rule_that_calls_one_that_is_not_proved():
         interpreted(fun, W, X, tiles=(3,), order=2)
 
 
+def test_a_rule_that_calls_a_function_of_neighbours():
+    """Its forward pass, too, may read neither more nor less than the tile has."""
+    shift = with_backward(lambda x, c: (c,), fun=lambda x: x + jnp.roll(x, 1, 1))
+    for backward in (lambda x, c: (c * shift(x),), lambda x, c: (shift(c),)):
+        fun = between(with_backward(backward))
+        interpreted(fun, W, X, tiles=(3,))
+        assert len(whole(fun, W, X)) == 1
+
+
 def test_a_rule_that_closes_over_a_traced_array():
     def fun(w, x):
         inner = conv(x, w)
