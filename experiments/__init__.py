@@ -1,1 +1,1 @@
-"""Command-line programs: benchmarks for now; training, sweeps and reports follow."""
+"""Command-line programs: train, predict, plan, bench, sweep, report and their parts."""

@@ -153,6 +153,12 @@ def argument_names(fun, args, kwargs, is_leaf=None) -> list[str]:
 def flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
     """Per flat argument, the axis that each dimension carries; and the number of tiled axes."""
     per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
+    if per_argument and len(args) > 1 and _is_several(in_axes):
+        raise TilingError(
+            f"`in_axes` (={in_axes}) may mean these axes of every argument, or one axis of each of "
+            f"the {len(args)} arguments: write {(tuple(in_axes),) * len(args)}, or "
+            f"{tuple((axis,) for axis in in_axes)}"
+        )
     if _is_axes(in_axes) and not per_argument:
         leaves = [in_axes] * len(jax.tree.leaves(args))
     elif not isinstance(in_axes, tuple | list):
@@ -169,12 +175,13 @@ def flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
             )
         leaves = []
         try:
-            jax.tree.map(
-                lambda axes, tree: leaves.extend([axes] * len(jax.tree.leaves(tree))),
-                prefix,
-                tuple(args),
-                is_leaf=_is_axes,
-            )
+            for entry, argument in zip(prefix, args, strict=True):
+                jax.tree.map(
+                    lambda axes, tree: leaves.extend([axes] * len(jax.tree.leaves(tree))),
+                    entry,
+                    argument,
+                    is_leaf=_is_axes,
+                )
         except ValueError as error:
             raise TilingError(
                 f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}"
@@ -225,6 +232,11 @@ def _as_tuple(entry) -> tuple[int | None, ...]:
     return (
         () if entry is None else (entry,) if isinstance(entry, int | np.integer) else tuple(entry)
     )
+
+
+def _is_several(entry: Any) -> bool:
+    """Axes of one array: all there, and all different."""
+    return all(isinstance(e, int | np.integer) for e in entry) and len({*entry}) == len(entry)
 
 
 def _is_axes(entry: Any) -> bool:

@@ -122,6 +122,21 @@ def test_mismatched_sizes():
     )
 
 
+def test_axes_per_argument_as_in_vmap():
+    """One axis per argument is one tiled axis; two different ones could also be axes of each."""
+
+    def fun(x, y):
+        return jnp.tanh(x * 2) + (0 if y.ndim < x.ndim else y)
+
+    for y, axes in ((normal(3, 4), (0, None)), (normal(3, 5, 4), (0, 0))):
+        explained = jaxtile.explain(fun, normal(2, 5, 4), y, in_axes=axes, tiles=(5,))
+        (region,) = explained.regions
+        assert {use.name: use.window for use in region.reads}["x"] == (1,)
+        assert ("y" in {use.name for use in region.reads}) == (axes == (0, 0))
+        assert_same(fun, normal(2, 5, 4), y, in_axes=axes, tiles=(5,))
+    refused(fun, r"((0, 1), (0, 1)), or ((0,), (1,))", args=(IMAGE, IMAGE), in_axes=(0, 1))
+
+
 def test_not_a_function():
     with pytest.raises(TilingError, match="callable"):
         jaxtile.checkpoint(3, in_axes=((1, 2),), tiles=(2, 2))

@@ -45,9 +45,6 @@ def test_program(arguments, words):
     for word in words:
         assert word in done.stdout
     assert "Error" not in done.stdout
-    difference = [line for line in done.stdout.splitlines() if "largest difference" in line]
-    for line in difference:
-        assert float(line.split(":")[1].split()[0]) < 1e-4
 
 
 def test_calibrate_writes_a_table_that_the_planner_reads(tmp_path, monkeypatch):
