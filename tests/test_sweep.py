@@ -43,7 +43,7 @@ def launch(folder: pathlib.Path, *more: str) -> subprocess.Popen:
 
 def run(folder: pathlib.Path, *more: str) -> tuple[int, str]:
     process = launch(folder, *more)
-    text, _ = process.communicate(timeout=300)
+    text, _ = process.communicate(timeout=1800)
     return process.returncode, text
 
 
