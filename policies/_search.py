@@ -94,10 +94,10 @@ class Search:
         while True:
             while len(self.trials) < _CANDIDATES and (candidate := self._next()) is not None:
                 self._try(candidate)
-            while self._best() is None and self.smallest() not in self.trials:
-                self._try(self.smallest())
+            while self._best() is None and (left := self._last_resorts() - self.trials.keys()):
+                self._try(min(left, key=lambda c: c.peak))
             # If nothing fits, what the error names as the smallest budget must be true as well.
-            chosen = self._best() or self.smallest()
+            chosen = self._best() or min(self._last_resorts(), key=lambda c: self.trials[c].total)
             if self.platform is None:
                 self._try(chosen, as_it_runs=True)
             else:
@@ -105,8 +105,14 @@ class Search:
             total = self.trials[chosen].total
             if total <= self.budget:
                 return self._plan(chosen, total)
-            if chosen == self.smallest() and self._best() is None:
+            if chosen in self._last_resorts() and self._best() is None:
                 raise self._too_small(total)
+
+    def _last_resorts(self) -> set[Candidate]:
+        """Tried for any budget that nothing else fits, so that what the error names works: the
+        smallest by the model; and plain JAX, which can be smaller than all that is recomputed.
+        """
+        return {self.smallest(), _solved(self.model, self.tables, self.plain)}
 
     def _best(self) -> Candidate | None:
         """The fastest schedule that was found to fit."""

@@ -440,23 +440,30 @@ SHARES = (0.5, 0.25)
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("unet", "resnet50", "local_cnn")]
 
 
+def check_promise(fun, args, in_axes, share: float) -> None:
+    """Within a share of plain's temporaries; or else within the budget that the error names."""
+    step = default_step(args, in_axes)
+
+    def compiled(fun):
+        return jaxtile.Bytes.of(jax.jit(step(fun)).lower(*args).compile())
+
+    plain = compiled(fun)
+    budget = int(plain.fixed + share * plain.temporaries)
+    quiet = {"in_axes": in_axes, "progress": lambda line: None}
+    try:
+        found = policies.plan(fun, *args, budget=budget, **quiet)
+    except policies.BudgetError as error:
+        budget = error.smallest
+        found = policies.plan(fun, *args, budget=budget, **quiet)
+    tiled = jaxtile.checkpoint(fun, in_axes=in_axes, policy=found)
+    assert found.measured_bytes == compiled(tiled).total <= budget
+
+
 @pytest.mark.parametrize("name", ["vgg16", "alexnet", *SLOW])
 def test_budgets_are_kept_on_the_reference_models(name):
     batch = 8 if name in ("alexnet", "local_cnn") else 1
     found = problem(name, shape_of(name, batch, SMALL[name]), jnp.float32, abstract=True)
-    step = default_step(found.arguments, found.in_axes)
-    plain = jaxtile.compiled_bytes(jax.jit(step(found.loss)).lower(*found.arguments))
-    budget = int(plain.fixed + 0.65 * plain.temporaries)
-    planned = policies.plan(
-        found.loss,
-        *found.arguments,
-        in_axes=found.in_axes,
-        budget=budget,
-        progress=lambda line: None,
-    )
-    tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=planned)
-    run = jax.jit(step(tiled)).lower(*found.arguments).compile()
-    assert planned.measured_bytes == jaxtile.Bytes.of(run).total <= budget
+    check_promise(found.loss, found.arguments, found.in_axes, 0.65)
 
 
 MANY = [
@@ -466,24 +473,8 @@ MANY = [
 
 @pytest.mark.parametrize(("seed", "share"), [*zip(range(4), SHARES * 2, strict=True), *MANY])
 def test_budgets_are_kept_on_networks_that_nobody_tuned_for(seed, share):
-    """Or the error names a budget that works."""
     fun = drawn(seed)
-    args = jax.eval_shape(lambda: fun.args)
-    step = default_step(args, AXES)
-
-    def compiled(fun):
-        return jaxtile.Bytes.of(jax.jit(step(fun)).lower(*args).compile())
-
-    plain = compiled(fun)
-    budget = int(plain.fixed + share * plain.temporaries)
-    quiet = {"in_axes": AXES, "progress": lambda line: None}
-    try:
-        found = policies.plan(fun, *args, budget=budget, **quiet)
-    except policies.BudgetError as error:
-        budget = error.smallest
-        found = policies.plan(fun, *args, budget=budget, **quiet)
-    tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=found)
-    assert found.measured_bytes == compiled(tiled).total <= budget
+    check_promise(fun, jax.eval_shape(lambda: fun.args), AXES, share)
 
 
 def drawn(seed: int) -> Network:

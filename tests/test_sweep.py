@@ -44,7 +44,7 @@ def launch(folder: pathlib.Path, *more: str, **variables: str) -> subprocess.Pop
 
 def run(folder: pathlib.Path, *more: str, **variables: str) -> tuple[int, str]:
     process = launch(folder, *more, **variables)
-    text, _ = process.communicate(timeout=300)
+    text, _ = process.communicate(timeout=1800)
     return process.returncode, text
 
 
