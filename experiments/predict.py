@@ -46,6 +46,7 @@ from .checkpoints import CheckpointError
 from .config import ConfigError, start
 from .data import Scale, range_of, read_bytes, read_range
 from .images import Image, ImageError, create_image, open_image
+from .program import undone
 from .progress import Bar, duration
 from .task import load_trained
 from .workdir import write_atomically
@@ -176,7 +177,7 @@ def segment(
     run = jaxtile.stream(result, in_axes=(None, (1, 2)), tiles=tiles)
     with _writing(out):
         created = create_image(out, shape, probabilities or classes)
-    with created as written:
+    with created as written, undone(written.abandon):
         source = Pixels(image, area.padded, network.channels, network.scale)
         run(network.weights, source, out=Unbatched(written), progress=progress)
     return area

@@ -58,6 +58,19 @@ def _of_the_system(error: OSError) -> str:
     return f"{' to '.join(names)}: {error.strerror}" if names else error.strerror
 
 
+_to_undo: list[Callable[[], None]] = []
+
+
+@contextlib.contextmanager
+def undone(action: Callable[[], None]) -> Iterator[None]:
+    """A context in which `action` is done if the program ends while its main thread is stuck."""
+    _to_undo.append(action)
+    try:
+        yield
+    finally:
+        _to_undo.remove(action)
+
+
 class Signals:
     """Signals raise `Interrupted`, and end the program if that does not. Of use once, at its start.
 
@@ -97,6 +110,9 @@ class Signals:
             first = first or time.monotonic()
             if _is_second(first) or not Noted.active:
                 time.sleep(_GRACE_SECONDS)
+                for action in list(_to_undo):
+                    with contextlib.suppress(OSError):
+                        action()
                 with contextlib.suppress(OSError):
                     os.write(2, f"{_ending(Interrupted(number), self.stopped)}\n".encode())
                 os._exit(128 + number)

@@ -3,9 +3,13 @@
 Most of their time is compilation, so LLVM is told not to optimise; XLA's own passes, and with them
 the memory that a program needs, stay as they are. The CPU passes for eight devices: programs use
 one of them unless a test asks for more.
+
+Programs that tests start inherit which signals are ignored. In the background of a shell, or under
+`nohup`, some are, and a program respects that; a test that sends them must not depend on it.
 """
 
 import os
+import signal
 
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
@@ -14,3 +18,6 @@ import jax
 jax.config.update("jax_enable_x64", True)
 if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
     jax.config.update("jax_num_cpu_devices", 8)
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
