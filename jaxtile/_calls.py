@@ -12,7 +12,7 @@ same: such a function runs once, on whole arrays, as in plain JAX, and its opera
 
 A rule may call functions with rules again, often its own (`exp`'s does). Those rules matter to
 second derivatives only, so they are traced when JAX asks for them; what they need must then be in
-the windows that the tile has, and what is not proved is refused.
+the windows that the tile has, or it is refused.
 
 Known inefficiency: a graph that holds no derivative, an evaluation say, stores what runs whole too.
 """
@@ -34,7 +34,7 @@ from ._graph import build_inside
 from ._guard import guarded
 from ._inline import any_call
 from ._linear import is_linear
-from ._rules import Axes, Equation, Need, Rule, Step, Windows, register
+from ._rules import Axes, Equation, Need, Rule, Step, Windows, find, register
 from ._tile import Cut, Table, lookup, plan
 from ._trace import inside, is_gone
 from ._values import Graph, Value
@@ -66,7 +66,7 @@ class CustomJvp(_Call):
             return f"its derivative rule cannot be tiled: {error}"
         if any(_mixes(graph) for graph in graphs):
             return "the function, or its derivative rule, reduces over a tiled axis"
-        return None
+        return _calls_unproved(graphs[1])
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         windows = _all_windows(eqn, windows)
@@ -251,6 +251,19 @@ def _unproved(eqn: Equation) -> str | None:
     cotangents = _shapes([eqn.out_avals[i] for i in _inexact(eqn.out_avals)])
     if not is_linear(_pullback(eqn), _shapes(eqn.in_avals), cotangents):
         return "its backward rule is not linear in the cotangent, or rounds it"
+    return None if eqn.inside else _calls_unproved(forward) or _calls_unproved(backward)
+
+
+def _calls_unproved(rule: Graph) -> str | None:
+    """Why a rule may not run on tiles because of a function that it calls.
+
+    It matters to second derivatives, which this cannot know of. Rules that those call in turn are
+    left to `_rule_evaluators`, or a rule that calls itself would never be proved.
+    """
+    for node in rule.nodes:
+        found = find(node.equation.primitive)
+        if found is not None and found.changes_value and (reason := _unproved(node.equation)):
+            return f"its rule calls a function with a rule that may not run on tiles: {reason}"
     return None
 
 
