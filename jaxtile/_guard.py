@@ -1,8 +1,8 @@
 """An identity that must not be differentiated.
 
-In the derivative of a `scan`, JAX forgets the rule of a `custom_jvp` that another rule called, and
-the next derivative is then that of the function itself: a wrong number, silently. So the functions
-that rules call in a tile end with this identity. Where their rule is used it is never
+In the derivative of a `scan`, JAX before 0.12 forgets the rule of a `custom_jvp` that another rule
+called, and the next derivative is then that of the function itself: a wrong number, silently. So
+the functions that rules call in a tile end with this identity. Where their rule is used it is never
 differentiated; where JAX forgot the rule it is, and says so.
 """
 
@@ -29,8 +29,9 @@ def _batch(operands: Any, dims: Any) -> Any:
 def _refuse(primals: Any, tangents: Any) -> Any:
     raise TilingError(
         "cannot differentiate, in tiles, a function with a derivative rule that is called by the "
-        "rule of another, and not for the first time: JAX forgets such rules in the derivative of "
-        "a loop. What to do: apply it outside `jaxtile.checkpoint` if such derivatives are needed"
+        "rule of another, and not for the first time: JAX before 0.12 forgets such rules in the "
+        "derivative of a loop. What to do: use a newer JAX, or apply it outside "
+        "`jaxtile.checkpoint` if such derivatives are needed"
     )
 
 

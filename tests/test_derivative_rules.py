@@ -149,11 +149,14 @@ def test_second_derivatives(rule):
 
 
 def test_third_derivatives():
-    """Rules that rules call are forgotten by JAX in the third derivative of a loop: refused."""
-    tiled = jaxtile.checkpoint(between(jnp.tanh), in_axes=AXES, tiles=(3,))
-    assert_close(derivative(tiled, 3), derivative(between(jnp.tanh), 3), 1e-11)
-    with pytest.raises(jaxtile.TilingError, match="called by the rule of another"):
-        derivative(jaxtile.checkpoint(between(surrogate), in_axes=AXES, tiles=(3,)), 3)
+    """Before jax 0.12, rules that rules call are forgotten in the third derivative of a loop."""
+    for rule in (jnp.tanh, surrogate):
+        tiled = jaxtile.checkpoint(between(rule), in_axes=AXES, tiles=(3,))
+        if rule is surrogate and jax.__version_info__ < (0, 12):
+            with pytest.raises(jaxtile.TilingError, match="called by the rule of another"):
+                derivative(tiled, 3)
+        else:
+            assert_close(derivative(tiled, 3), derivative(between(rule), 3), 1e-11)
 
 
 @pytest.mark.parametrize("tiles", [(3,), "whole"])

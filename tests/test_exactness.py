@@ -93,7 +93,8 @@ def test_the_table_was_found():
 def test_row(row):
     fun, order = read(row["example"])
     tiled = jaxtile.checkpoint(fun, **SCHEDULE)
-    if row["outcome"] == "refused":
+    mended = "before jax 0.12" in row["note"] and jax.__version_info__ >= (0, 12)
+    if row["outcome"] == "refused" and not mended:
         words = re.search(r'"(.+)"', row["note"]).group(1)
         with pytest.raises(jaxtile.TilingError, match=words):
             derivatives(tiled, order)

@@ -13,11 +13,11 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 # In a library that does not return, as a compiler for a while: a lock that is taken twice.
 BLOCKED = """
-import ctypes
+import ctypes, threading
 library, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(lock)
 with undone(lambda: print("left in order", flush=True)):
-    print("ready", flush=True)
-    library.pthread_mutex_lock(lock)
+    threading.Timer(0.5, print, ["ready"], {"flush": True}).start()
     library.pthread_mutex_lock(lock)
 """
 IN_PYTHON = """
