@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._call_tile import CallTile, along, following, refusal
 from ._derivative import derivative_rule
 from ._errors import Mixes, TilingError, user_line
 from ._geometry import Window, hull
@@ -35,7 +36,6 @@ from ._guard import guarded
 from ._inline import any_call
 from ._linear import is_linear
 from ._rules import Axes, Equation, Need, Rule, Step, Windows, find, register
-from ._tile import Cut, Table, lookup, plan
 from ._trace import inside, is_gone
 from ._values import Graph, Value
 
@@ -72,7 +72,7 @@ class CustomJvp(_Call):
         windows = _all_windows(eqn, windows)
         diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
         rule_windows = [windows[i] for i in diff_out]
-        tile = _Tile(eqn, windows)
+        tile = CallTile(eqn, windows)
         body = _body(eqn, eqn.in_axes)
         needs = [tile.needs(body, windows)]
         if not eqn.inside:
@@ -110,9 +110,9 @@ class CustomVjp(_Call):
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         by_axis = _window_per_axis(eqn, windows)
-        windows = [_along(axes, by_axis) for axes in eqn.out_axes]
-        held = [_along(axes, by_axis) for axes in eqn.in_axes]
-        tile = _Tile(eqn, [*held, *windows])
+        windows = [along(axes, by_axis) for axes in eqn.out_axes]
+        held = [along(axes, by_axis) for axes in eqn.in_axes]
+        tile = CallTile(eqn, [*held, *windows])
         run_body = tile.evaluator(_body(eqn, eqn.in_axes), held, windows)
         rules = functools.cache(lambda: _rule_evaluators(eqn, tile, held, windows))
         tile.settle(None if eqn.inside else rules)
@@ -241,7 +241,7 @@ def _unproved(eqn: Equation) -> str | None:
         if not _sums_last(backward):
             return "its backward rule uses a reduction over a tiled axis"
         by_axis = {a: Window(a, np.arange(n, dtype=np.int64), 1) for a, n in _lengths(eqn).items()}
-        tile = _Tile(eqn, [_along(a, by_axis) for a in (*eqn.in_axes, *eqn.out_axes)])
+        tile = CallTile(eqn, [along(a, by_axis) for a in (*eqn.in_axes, *eqn.out_axes)])
         for graph in (body, forward, backward):
             tile.check_pointwise(graph)
     except ClosureError:
@@ -283,18 +283,18 @@ def _sums_last(graph: Graph) -> bool:
     return True
 
 
-def _tangent_evaluator(eqn: Equation, tile: _Tile, held, windows):
+def _tangent_evaluator(eqn: Equation, tile: CallTile, held, windows):
     """The tangents of a `custom_jvp` on the windows that the tile holds."""
     graph, diff_in = _tangents(eqn), _inexact(eqn.in_avals)
     if _mixes(graph):
-        raise _refusal(eqn, "its derivative rule reduces over a tiled axis")
+        raise refusal(eqn, "its derivative rule reduces over a tiled axis")
     return tile.evaluator(graph, [*held, *(held[i] for i in diff_in)], windows)
 
 
-def _rule_evaluators(eqn: Equation, tile: _Tile, held, windows):
+def _rule_evaluators(eqn: Equation, tile: CallTile, held, windows):
     """A `custom_vjp`'s forward and backward rule on the windows that the tile holds."""
     if eqn.inside and (reason := _unproved(eqn)) is not None:
-        raise _refusal(eqn, reason)
+        raise refusal(eqn, reason)
     diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
     return (
         tile.evaluator(_differentiated(eqn), held, windows),
@@ -304,112 +304,6 @@ def _rule_evaluators(eqn: Equation, tile: _Tile, held, windows):
             [held[i] for i in diff_in],
         ),
     )
-
-
-def _refusal(eqn: Equation, reason: str) -> TilingError:
-    return TilingError(
-        f"cannot differentiate, in tiles, the derivative rule that calls `{eqn.primitive.name}` at "
-        f"{user_line(*eqn.source_infos)}: {reason}. What to do: apply it outside "
-        "`jaxtile.checkpoint` if second derivatives are needed"
-    )
-
-
-class _Tile:
-    """The windows of one tile of an equation, and evaluators of graphs on them.
-
-    An evaluator is a function of the positions of this tile and of arrays on the windows `held`; it
-    returns the graph's outputs on the windows asked for.
-    """
-
-    def __init__(self, eqn: Equation, windows: Sequence[Windows]):
-        self.eqn, self.table, self._settled = eqn, Table(), False
-        self.by_axis = {w.axis: w for ws in windows for w in ws.values()}
-        self.grid = {axis: len(w.starts) for axis, w in self.by_axis.items()}
-        for window in [w for ws in windows for w in ws.values()]:
-            self.table.add(window.axis, window.starts)
-
-    @property
-    def positions(self) -> list[Window]:
-        return [Window(axis, values, 1) for axis, values in self.table.columns]
-
-    def settle(self, rule: Callable[[], Any] | None) -> None:
-        """Prepare the derivative rule, if it is given; after that there are no new positions."""
-        if rule is not None:
-            rule()
-        self._settled = True
-
-    def needs(self, graph: Graph, windows: Sequence[Windows | None]) -> list[Windows]:
-        """What a graph needs of each of its inputs."""
-        found = self._plan(graph, windows).windows
-        return [found.get(v, {}) for v in graph.inputs]
-
-    def _plan(self, graph: Graph, windows: Sequence[Windows | None]):
-        wanted: dict[Value, list[Windows]] = {}
-        for value, window in zip(graph.outputs, windows, strict=True):
-            if window is not None or not value.tiled:
-                wanted.setdefault(value, []).append(window or {})
-        for node in graph.nodes:
-            if node.reduction is not None:
-                for value in node.inputs:
-                    wanted.setdefault(value, []).append(_along(value.axes, self.by_axis))
-        hulls = {
-            v: {d: hull([w[d] for w in ws], v.aval.shape[d]) for d in ws[0]}
-            for v, ws in wanted.items()
-        }
-        return plan(graph.nodes, hulls, self.grid, self.table, whole_inside=True)
-
-    def check_pointwise(self, graph: Graph) -> None:
-        """Raise `Mixes` if a value is needed anywhere but at the position that is computed."""
-        windows = [_along(v.axes, self.by_axis) for v in graph.outputs]
-        for found in self._plan(graph, windows).windows.values():
-            if not all(w.same(self.by_axis[w.axis]) for w in found.values()):
-                raise Mixes("it, or its backward rule, reads neighbouring positions")
-
-    def evaluator(
-        self, graph: Graph, held: Sequence[Windows], windows: Sequence[Windows | None]
-    ) -> Callable[..., list[jax.Array]]:
-        known = len(self.table.columns)
-        tile = self._plan(graph, windows)
-        reads = [
-            self._cut(have, tile.windows[v]) if v.tiled and v in tile.windows else None
-            for v, have in zip(graph.inputs, held, strict=True)
-        ]
-        crops = [
-            self._cut(tile.windows[v], w) if v.tiled and w is not None else None
-            for v, w in zip(graph.outputs, windows, strict=True)
-        ]
-        if not all(map(_within, (tile.windows.get(v, {}) for v in graph.inputs), held)):
-            raise self._refusal("it reads positions around those that the tile has")
-        if self._settled and len(self.table.columns) > known:
-            raise self._refusal("it needs other positions than the tile has")
-
-        def evaluate(scalars, operands):
-            env = {
-                v: x if cut is None else cut(x, scalars)
-                for v, x, cut in zip(graph.inputs, operands, reads, strict=True)
-                if not v.tiled or v in tile.windows
-            }
-            tile.evaluate(env, scalars)
-            return [
-                jnp.asarray(lookup(env, v) if cut is None else cut(lookup(env, v), scalars))
-                for v, cut in zip(graph.outputs, crops, strict=True)
-            ]
-
-        return evaluate
-
-    def _refusal(self, reason: str) -> Exception:
-        """While the tile is planned, the function may still run whole; later it is too late."""
-        return _refusal(self.eqn, reason) if self._settled else Mixes(reason)
-
-    def _cut(self, held: Windows, wanted: Windows) -> Cut | None:
-        """A dimension of size 1 may carry an axis on one side only; there is nothing to cut."""
-        both = held.keys() & wanted.keys()
-        return Cut.of(self.table, held, {d: wanted[d] for d in sorted(both)}, 0)
-
-
-def _within(wanted: Windows, held: Windows) -> bool:
-    pairs = [(want, held.get(d, want)) for d, want in wanted.items()]
-    return all(((w.starts >= h.starts) & (w.stops <= h.stops)).all() for w, h in pairs)
 
 
 def _lengths(eqn: Equation) -> dict[int, int]:
@@ -439,31 +333,16 @@ def _window_per_axis(eqn: Equation, windows: Sequence[Windows | None]) -> dict[i
     }
 
 
-def _along(axes: Axes, by_axis: dict[int, Window]) -> Windows:
-    return {d: by_axis[a] for d, a in enumerate(axes) if a is not None}
-
-
 def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windows]:
     """Windows for all outputs; those that nobody wants follow the others."""
     by_axis = {w.axis: w for ws in windows if ws for w in ws.values()}
     return [
-        _following(aval, axes, by_axis) if window is None else window
+        following(aval, axes, by_axis) if window is None else window
         for aval, axes, window in zip(eqn.out_avals, eqn.out_axes, windows, strict=True)
     ]
 
 
-def _following(aval: Any, axes: Axes, by_axis: dict[int, Window]) -> Windows:
-    """Windows of an array at the positions of others, along each axis where there are such."""
-    return {
-        d: hull([by_axis[a]], aval.shape[d])
-        if a in by_axis
-        else Window(a, np.zeros(1, np.int64), aval.shape[d])
-        for d, a in enumerate(axes)
-        if a is not None
-    }
-
-
-def _held(eqn: Equation, tile: _Tile, needs: Sequence[Sequence[Windows]]) -> list[Windows]:
+def _held(eqn: Equation, tile: CallTile, needs: Sequence[Sequence[Windows]]) -> list[Windows]:
     """What each operand must hold for all graphs; its tangent is held on the same windows.
 
     An operand that none of them reads follows the tile: a rule inside a rule may read it.
@@ -476,7 +355,7 @@ def _held(eqn: Equation, tile: _Tile, needs: Sequence[Sequence[Windows]]) -> lis
     return [
         {d: hull([w[d] for w in ws], aval.shape[d]) for d in ws[0]}
         if ws
-        else _following(aval, axes, tile.by_axis)
+        else following(aval, axes, tile.by_axis)
         for ws, aval, axes in zip(found, eqn.in_avals, eqn.in_axes, strict=True)
     ]
 
