@@ -1,7 +1,9 @@
 """The catalogue: named policies, from the fastest to the smallest.
 
-All of them see the outline of the whole function. Unless the caller gives tiles, what lies between
-stored results is recomputed whole, as by `jax.checkpoint`.
+Each function below is called with what comes after the colon of a name (`k` of `every:k`), and
+returns a function from the outline of the whole function to the choices: which results are stored,
+and on which grid everything is computed. Unless the caller gives tiles, what lies between stored
+results is recomputed whole, as by `jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -9,11 +11,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Final
 
 from jaxtile._amounts import parse_bytes
 from jaxtile._plan.planner import Budget
-from jaxtile.policy import Choice, Outline, register
+from jaxtile.policy import Choice, Choices, Decide, Outline, register
 
 from ._frameworks import retained
 from ._lower_sets import (
@@ -25,31 +27,31 @@ from ._lower_sets import (
     square_root,
 )
 
-WHOLE = "whole"
+WHOLE: Final = "whole"
 _MOST_LOWER_SETS = 2000
 
 
-def storing(stored: Collection[str], *, offload: bool = False) -> dict[Any, Choice]:
+def storing(stored: Collection[str], *, offload: bool = False) -> Choices:
     """Store these results, recompute everything else whole."""
     return {**{name: Choice(WHOLE, offload) for name in stored}, ...: Choice(WHOLE)}
 
 
 @register("store_all", "", "plain JAX: nothing is recomputed")
-def _store_all(argument: str):
+def _store_all(argument: str) -> Decide:
     return lambda outline: {...: Choice(None)}
 
 
 @register("retained", "", "what Chainer keeps for its backward pass: elementwise work is redone")
-def _retained(argument: str):
-    def decide(outline: Outline):
+def _retained(argument: str) -> Decide:
+    def decide(outline: Outline) -> Choices:
         return storing([n for n in retained(outline.operations) if _storable(outline, n)])
 
     return decide
 
 
 @register("store_convs", "", "results of convolutions and contractions; all between is recomputed")
-def _store_convs(argument: str):
-    def decide(outline: Outline):
+def _store_convs(argument: str) -> Decide:
+    def decide(outline: Outline) -> Choices:
         work = ("convolution", "contraction")
         return storing([p.name for p in outline.parts if p.tiled and p.operation.kind in work])
 
@@ -57,14 +59,14 @@ def _store_convs(argument: str):
 
 
 @register("every", "k", "every k-th result")
-def _every(argument: str):
+def _every(argument: str) -> Decide:
     k = _positive(argument, "every:k")
     return lambda outline: storing([p.name for p in outline.parts if p.tiled][k - 1 :: k])
 
 
 @register("sqrt", "", "Chen et al.: about sqrt(n) stretches of equal bytes; one more forward pass")
-def _sqrt(argument: str):
-    def decide(outline: Outline):
+def _sqrt(argument: str) -> Decide:
+    def decide(outline: Outline) -> Choices:
         graph = _tiled_graph(outline)
         return storing(square_root(graph).stored(graph))
 
@@ -72,10 +74,10 @@ def _sqrt(argument: str):
 
 
 @register("lower_sets", "BYTES", "Kusumoto et al.: least recomputation within BYTES of activations")
-def _lower_sets(argument: str):
+def _lower_sets(argument: str) -> Decide:
     budget = parse_bytes(argument)
 
-    def decide(outline: Outline):
+    def decide(outline: Outline) -> Choices:
         graph = _tiled_graph(outline)
         family = lower_sets(graph, _MOST_LOWER_SETS) or ancestor_sets(graph)
         chain = cheapest_within(graph, family, budget)
@@ -91,30 +93,30 @@ def _lower_sets(argument: str):
 
 
 @register("names", "a,b,...", "the results with these names")
-def _names(argument: str):
+def _names(argument: str) -> Decide:
     return lambda outline: storing(_known(outline, argument))
 
 
 @register("offload", "a,b,...", "the results with these names, kept in host memory meanwhile")
-def _offload(argument: str):
+def _offload(argument: str) -> Decide:
     return lambda outline: storing(_known(outline, argument), offload=True)
 
 
 @register("budget", "BYTES", "the planner: the fastest schedule whose compiled step fits BYTES")
-def _budget(argument: str):
+def _budget(argument: str) -> Decide:
     return Budget(argument).choose
 
 
 @register("recompute_all", "", "stores nothing and recomputes everything at once")
-def _recompute_all(argument: str):
+def _recompute_all(argument: str) -> Decide:
     return lambda outline: storing([])
 
 
 @register("tiled", "HxW", "stores nothing and computes in HxW tiles: the least memory")
-def _tiled(argument: str):
+def _tiled(argument: str) -> Decide:
     grid = tuple(_positive(n, "tiled:HxW") for n in argument.lower().split("x"))
 
-    def decide(outline: Outline):
+    def decide(outline: Outline) -> Choices:
         if len(grid) != outline.rank:
             raise ValueError(
                 f"the policy 'tiled:{argument}' has {len(grid)} numbers, but `in_axes` has "

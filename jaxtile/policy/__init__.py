@@ -23,6 +23,7 @@ True
 those of other packages are found by the entry point `jaxtile.policies`.
 """
 
+from ._named import Decide as Decide
 from ._named import Named as Named
 from ._named import names as names
 from ._named import register as register
