@@ -297,8 +297,7 @@ class Model:
         wide = np.zeros((self.n, len(cuts), *counts.shape))
         inside = np.array(cuts)[:, None, None]
         for k in reversed(range(self.n)):
-            reduced = [parts[k].reduces and cut > k for cut in cuts]
-            wanted = np.logical_or(alive[:, k], reduced)
+            wanted = alive[:, k] | ((np.array(cuts) > k) & parts[k].reduces)
             wide[k] = np.maximum(wide[k], wanted[:, None, None] * np.ceil(lengths[k] / counts))
             wide[k] = np.minimum(wide[k], lengths[k]) * (inside > k)
             computed = (wide[k] > 0).any(-1, keepdims=True)
@@ -306,8 +305,8 @@ class Model:
                 scale, halo = np.array(demand, float).T
                 wide[i] = np.maximum(wide[i], (wide[k] * scale + halo) * computed)
         size = lengths[:, None, None]
-        needed = (wide > 0).any(-1)
-        return np.where(size > 0, wide / np.maximum(size, 1), needed[..., None]).prod(-1)
+        needed = (wide > 0).any(-1, keepdims=True)
+        return np.where(size > 0, wide / np.maximum(size, 1), needed).prod(-1)
 
     def _offloaded(self, tables: Stretches) -> None:
         """Variants in which the last result before a stretch waits for it in host memory."""
