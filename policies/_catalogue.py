@@ -44,18 +44,18 @@ def _store_all(argument: str) -> Decide:
 @register("retained", "", "what Chainer keeps for its backward pass: elementwise work is redone")
 def _retained(argument: str) -> Decide:
     def decide(outline: Outline) -> Choices:
-        return storing([n for n in retained(outline.operations) if _storable(outline, n)])
+        tiled = {p.name for p in outline.parts if p.tiled}
+        return storing([name for name in retained(outline.operations) if name in tiled])
 
     return decide
 
 
 @register("store_convs", "", "results of convolutions and contractions; all between is recomputed")
 def _store_convs(argument: str) -> Decide:
-    def decide(outline: Outline) -> Choices:
-        work = ("convolution", "contraction")
-        return storing([p.name for p in outline.parts if p.tiled and p.operation.kind in work])
-
-    return decide
+    work = ("convolution", "contraction")
+    return lambda outline: storing(
+        [p.name for p in outline.parts if p.tiled and p.operation.kind in work]
+    )
 
 
 @register("every", "k", "every k-th result")
@@ -154,8 +154,10 @@ def _known(outline: Outline, argument: str) -> list[str]:
 
 
 def _tiled_graph(outline: Outline) -> ForwardGraph:
-    """The graph of the tiled results; the others are small. One more value stands for the end of
-    the function, so that what ends in a reduction is read by something.
+    """The graph of the tiled results; the others are small.
+
+    One more value, which reads all that nothing else does, stands for the end of the function. So a
+    result that only a reduction reads belongs to a boundary.
     """
     parts = outline.parts
     tiled = {k: i for i, k in enumerate(k for k, p in enumerate(parts) if p.tiled)}
@@ -168,7 +170,3 @@ def _tiled_graph(outline: Outline) -> ForwardGraph:
         (*(parts[k].bytes for k in tiled), 0),
         (*(parts[k].operation.flops for k in tiled), 0),
     )
-
-
-def _storable(outline: Outline, name: str) -> bool:
-    return any(p.name == name and p.tiled for p in outline.parts)

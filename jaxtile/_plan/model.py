@@ -34,13 +34,13 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
-from .._graph.operations import Operation
 from ..policy import Choice, Choices, Grid, Outline, Part
 from .costs import Costs
+from .kernels import grids, kernels
 from .stage import Candidate, PlannedStage
 
 KEEP: Final = None
@@ -69,10 +69,10 @@ class Model:
         self.outline, self.costs, self.offload = outline, costs, offload
         parts = outline.parts
         self.n = len(parts)
-        kernels = _kernels(outline)
-        self.starts = np.array([k is not None for k in kernels])
-        self.forward = np.array([costs.seconds(k) if k else 0.0 for k in kernels])
-        self.backward = np.array([costs.gradient(k) if k else 0.0 for k in kernels])
+        work = kernels(outline)
+        self.starts = np.array([k is not None for k in work])
+        self.forward = np.array([costs.seconds(k) if k else 0.0 for k in work])
+        self.backward = np.array([costs.gradient(k) if k else 0.0 for k in work])
         self.held = np.array([p.held_bytes for p in parts], float)
         self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
         # Of what is stored the cotangent is an array too; inside a stretch only of what is held.
@@ -323,57 +323,6 @@ class Model:
                     tables.seconds[target] = tables.seconds[source] + moved
                     tables.peak[target] = tables.peak[source]
                     tables.added[target] = tables.added[source] - self.bytes[value]
-
-
-def _kernels(outline: Outline) -> list[Operation | None]:
-    """The operations with what they read from memory; None for those that are part of others.
-
-    A change of type is: its readers read what it reads. So are small results, as those of a norm's
-    statistics, and a second sum over one array, as that of its squares.
-    """
-    found: list[Operation | None] = []
-    read_as: dict[str, Any] = {}
-    summed: set[Any] = set()
-    for part in outline.parts:
-        operation = part.operation
-        reads = tuple(read_as.get(t.name, t) for t in operation.inputs)
-        moves = operation.kind == "movement" and len(reads) == 1
-        if moves and operation.inputs[0].shape == operation.output.shape:
-            read_as[operation.output.name] = reads[0]
-            found.append(None)
-            continue
-        small = operation.kind in ("elementwise", "movement") and not part.tiled
-        another = operation.kind == "reduction" and reads in summed
-        own = not (small or another)
-        found.append(dataclasses.replace(operation, inputs=reads) if own else None)
-        if operation.kind == "reduction":
-            summed.add(reads)
-    if not any(found):  # nothing but changes of type, say
-        found[-1] = outline.parts[-1].operation
-    return found
-
-
-def grids(outline: Outline) -> list[tuple[int, ...]]:
-    """Grids to try: along axes without a halo (a batch) first, then along all."""
-    parts = [p for p in outline.parts if p.tiled]
-    if not parts:
-        return []
-    longest = np.array([p.lengths for p in parts]).max(0)
-    halo = [
-        any(line[a].scale not in (0, 1) or line[a].halo for p in parts for line in p.demands)
-        for a in range(outline.rank)
-    ]
-
-    def grid(along_free: int, along_halo: int) -> tuple[int, ...]:
-        wanted = [along_halo if h else along_free for h in halo]
-        # Along an axis of one position nothing is tiled, and its length is 0.
-        return tuple(max(1, int(min(n, m))) for n, m in zip(wanted, longest, strict=True))
-
-    free = max((int(n) for n, h in zip(longest, halo, strict=True) if not h), default=1)
-    powers = [2**i for i in range(1, 11)]
-    found = [grid(n, 1) for n in powers if n < free] + [grid(free, 1)]
-    found += [grid(free, n) for n in (2, 3, 4, 6, 8, 12, 16)]
-    return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]
 
 
 def _sum_from(x: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
