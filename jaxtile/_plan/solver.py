@@ -17,6 +17,7 @@ may be missed.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -90,7 +91,7 @@ def _slot(tables: Stretches) -> float:
     is rounded.
     """
     everything = float(tables.added[0, 0, -1])
-    measure = int(np.gcd.reduce(tables.added.astype(np.int64), axis=None))
+    measure = math.gcd(*np.unique(tables.added.astype(np.int64)).tolist())
     if measure and everything / measure <= SLOTS // 2:
         return float(measure)
     return max(1.0, everything / (SLOTS // 2))
@@ -101,8 +102,8 @@ def _dominated(tables: Stretches) -> np.ndarray:
     worse = np.zeros(tables.seconds.shape, bool)
     for a, b in itertools.permutations(range(len(tables.modes)), 2):
         pairs = [(t[b], t[a]) for t in (tables.seconds, tables.peak, tables.added)]
-        better = np.logical_and.reduce([x <= y for x, y in pairs])
-        strict = np.logical_or.reduce([x < y for x, y in pairs]) | (b < a)
+        better = np.all([x <= y for x, y in pairs], axis=0)
+        strict = np.any([x < y for x, y in pairs], axis=0) | (b < a)
         worse[a] |= better & strict
     return worse
 
