@@ -34,13 +34,13 @@ class Exchanged:
     """
 
     forward: int = 0
-    """Of one device, the one that sends most."""
+    """Bytes that the device sends that sends most."""
     backward: int = 0
     forward_in_all: int = 0
-    """Of all devices together."""
+    """Bytes that all devices send together."""
     backward_in_all: int = 0
     forward_messages: int = 0
-    """In how many pieces one device sends its bytes, the one that sends most."""
+    """Messages that the device sends that sends most."""
     backward_messages: int = 0
     forward_sums: int = 0
     """Sums over devices: statistics, a loss. Those that do not wait for each other count as one, as
@@ -69,7 +69,7 @@ class RegionReport:
     tiled_flops: int
     """Forward operations over all tiles, halos included."""
     recomputed_flops: int
-    """Those of them that the backward pass does again: what no derivative needs is left out."""
+    """Those of them that the backward pass does again, because derivatives need their results."""
     devices: tuple[int, ...] = ()
     """Per axis of the grid; on a mesh only."""
     exchanged: Exchanged = Exchanged()

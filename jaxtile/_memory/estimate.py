@@ -102,7 +102,7 @@ class _Steps:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.sources: dict[Value, frozenset[Value]] = {}
-        """Per result that is not an array: the arrays that it is computed from where it is read."""
+        """For a result that is computed where it is read, the arrays that it is computed from."""
         self.steps: list[tuple[list[Any], list[Any]]] = []
         self.sizes: dict[Any, int] = {}
         self.counts: collections.Counter[str] = collections.Counter()
@@ -139,7 +139,7 @@ class _Steps:
             self._array(value)
 
     def _inside(self, node: Node) -> int:
-        """What one iteration of a loop, or the largest branch, holds; its arguments lie outside."""
+        """Bytes of one iteration of a loop, or of the largest branch, besides its arguments."""
         bodies = [_Steps(_graph(body)) for body in _bodies(node)]
         for body in bodies:
             self.counts += body.counts

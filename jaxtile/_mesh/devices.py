@@ -44,7 +44,7 @@ class Devices:
         }
 
     def split(self, x: Array, axes: Sequence[int | None]) -> Array:
-        """A whole array as one of blocks, distributed."""
+        """A whole array, cut into blocks, one per device."""
         if isinstance(self.mesh, AbstractMesh):
             raise TilingError(
                 f"`mesh` (={self.mesh}) has no devices: only `jaxtile.explain` takes an abstract "
@@ -64,7 +64,7 @@ class Devices:
         return P() if uneven else self.spec(axes)
 
     def join(self, x: Array, shape: Sequence[int], axes: Sequence[int | None]) -> Array:
-        """The whole array that these blocks are of."""
+        """The whole array, from its blocks."""
         for d, b in self.blocks(shape, axes).items():
             x = b.join(x, d)
         return x

@@ -102,9 +102,9 @@ class Halo:
     dim: int
     blocks: Blocks
     reads: tuple[int, ...]
-    """Per device, the first position."""
+    """Per device, the first position that it reads."""
     size: int
-    """How many positions the device reads that reads most; all hold as many."""
+    """Positions that the device reads that reads most; arrays have that size on all devices."""
     hops: tuple[Hop, ...]
 
     @classmethod

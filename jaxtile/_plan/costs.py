@@ -122,7 +122,7 @@ def costs(device: str | None = None) -> Costs:
 
 
 def built_in_for_another(device: str | None = None) -> str | None:
-    """A sentence if a device's times would be another device's; None if they are its own."""
+    """A warning, if there are no costs of this device and an H200's are used; otherwise None."""
     kind, found = device or jax.devices()[0].device_kind, costs(device)
     if found != BUILT_IN["gpu"] or kind in found.device:
         return None
@@ -134,6 +134,6 @@ def built_in_for_another(device: str | None = None) -> str | None:
 
 
 def has_host_memory() -> bool:
-    """Is host memory apart from device memory?"""
+    """Does the device have memory of its own, so that arrays can wait in the host's?"""
     memories = jax.devices()[0].addressable_memories()
     return jax.default_backend() != "cpu" and any(m.kind == "pinned_host" for m in memories)

@@ -49,7 +49,7 @@ WHOLE: Final = "whole"
 
 @dataclasses.dataclass(frozen=True)
 class Stretches:
-    """Tables over modes, first cuts and last cuts. Infinite time: not possible."""
+    """Costs of all stretches, by mode, first cut and last cut. Infinite time: not possible."""
 
     cuts: tuple[int, ...]
     """Positions: a cut at `c` lies before operation `c`."""
@@ -75,7 +75,7 @@ class Model:
         self.backward = np.array([costs.gradient(k) if k else 0.0 for k in work])
         self.held = np.array([p.held_bytes for p in parts], float)
         self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
-        # Of what is stored the cotangent is an array too; inside a stretch only of what is held.
+        # A stored result has a cotangent; inside a stretch, only a result that is held has one.
         self.cotangent = np.array(
             [p.bytes if p.tiled and p.differentiable else 0 for p in parts], float
         )
@@ -281,7 +281,7 @@ class Model:
             tables.added[modes, :b, b] = stored
 
     def _read_by(self, starts: np.ndarray, stop: int) -> np.ndarray:
-        """Bytes of cotangents of what stretches read that was made before them."""
+        """Bytes of the cotangents of what stretches read from before their start."""
         return np.array([self.cotangent[self.next_reader[i] < stop].sum() for i in starts])
 
     def _shares(
@@ -347,7 +347,9 @@ def _follows(part: Part, position: int) -> bool:
 
 
 def _relative(weight: np.ndarray, reach: int = 3) -> np.ndarray:
-    """Weights relative to those nearby: cuts are wanted everywhere, at the cheapest place."""
+    """Weights relative to those nearby, because cuts are wanted everywhere: of each neighbourhood
+    those with the least live bytes.
+    """
     padded = np.pad(weight, reach, mode="edge")
     near = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
     return weight / np.maximum(near.mean(1), 1)

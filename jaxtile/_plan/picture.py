@@ -20,7 +20,12 @@ def draw(
     budget: int | None,
     title: str,
 ) -> None:
-    """`total`: estimated bytes of the whole step, arguments and results included."""
+    """Draw a plan into a file.
+
+    Above, per stage, first forwards and then backwards, the bytes that are live; below, how long
+    each stored result is held. `total`: estimated bytes of the whole step, arguments and results
+    included.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -105,8 +105,9 @@ class Search:
                 raise self._too_small(total)
 
     def _last_resorts(self) -> set[Candidate]:
-        """Tried for any budget that nothing else fits, so that what the error names works: the
-        smallest by the model; and plain JAX, which can be smaller than all that is recomputed.
+        """Schedules that are tried if nothing else fits: the smallest by the model; and plain JAX,
+        which can be smaller than every schedule that recomputes. The error names the smaller one's
+        bytes as a budget that works.
         """
         return {self.smallest(), _solved(self.model, self.tables, self.plain)}
 
@@ -238,7 +239,7 @@ def portfolio(model: Model) -> list[str]:
 
 
 def _solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
-    """A solution of the tables in terms of names."""
+    """A solution of the tables, with the names of operations instead of indices."""
     parts = model.outline.parts
     stages = []
     for at, (mode, a, b) in enumerate(solution.stages):
@@ -265,7 +266,7 @@ def _solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
 
 
 def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
-    """Neighbours that are both kept are one."""
+    """Neighbouring stages that are both kept as plain JAX keeps them are joined into one."""
     merged: list[PlannedStage] = []
     for stage in stages:
         if merged and merged[-1].grid is None and stage.grid is None:
@@ -291,7 +292,9 @@ def _grids(candidate: Candidate) -> list[Grid]:
 
 
 def _arguments_and_results(traced: Any) -> int:
-    """Bytes of a step's arguments and results; donated arguments become results."""
+    """Bytes of a step's arguments and results. A donated argument and the result that takes its
+    place count once.
+    """
     jaxpr = traced.jaxpr
     given, made = ([_size(a) for a in avals] for avals in (jaxpr.in_avals, jaxpr.out_avals))
     reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)

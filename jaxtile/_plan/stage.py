@@ -16,13 +16,13 @@ class PlannedStage(NamedTuple):
     operations: int
     grid: Grid
     stored: tuple[str, ...]
-    """Results that outlive it."""
+    """Results that are stored because later stages read them."""
     stored_bytes: int
     held_bytes: int
-    """Estimated, that stay after its forward pass: what is stored, or what plain JAX keeps."""
+    """Estimated bytes that stay after its forward pass: what is stored, or what plain JAX keeps."""
     offloaded: tuple[str, ...]
     working_bytes: int
-    """Estimated, beyond what is stored before it, while it is differentiated."""
+    """Estimated bytes while it is differentiated, beyond what is stored before it."""
     seconds: float
 
     @property
@@ -38,7 +38,7 @@ class Candidate:
 
     stages: tuple[PlannedStage, ...]
     rest: Choice
-    """Of everything that is computed on the way to no stored result."""
+    """For everything that leads to no stored result, such as the loss."""
     source: str
     """`solver`, or the name of a policy."""
     seconds: float

@@ -76,5 +76,5 @@ def _position(name: str, place: tuple[slice, ...]) -> str:
 
 
 def dtype_of(dtype: Any) -> np.dtype:
-    """In the machine's byte order; libraries have types of their own."""
+    """As NumPy's type, in the machine's byte order; some readers have types of their own."""
     return np.dtype(getattr(dtype, "numpy_dtype", dtype)).newbyteorder("=")

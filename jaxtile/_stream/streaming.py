@@ -248,7 +248,7 @@ def _check_size(value: Value, reader: Node) -> None:
 
 
 def _shape(leaf: Any) -> Any:
-    """An argument as the function is traced with."""
+    """What the function is traced with instead of an argument."""
     if isinstance(leaf, jax.core.Tracer):
         raise TilingError(
             "`jaxtile.stream` reads its arguments when it is called: it cannot be called inside "

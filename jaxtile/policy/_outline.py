@@ -141,7 +141,7 @@ class _Facts:
 
     rank: int
     index: Mapping[Value, int]
-    """Of results of operations, which operation it is."""
+    """For each result of an operation, the number of that operation."""
     held: Collection[Value]
     awaits: Mapping[Node, int]
     probes: dict[Any, Demands]
