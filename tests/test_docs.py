@@ -24,7 +24,9 @@ def name(page: pathlib.Path) -> str:
 def as_a_reader(monkeypatch, tmp_path):
     """In a folder of its own, with JAX's usual types, and rules that are forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
+    for table in [name for name, found in vars(registry).items() if type(found) is dict]:
+        if table.isupper():
+            monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
     jax.config.update("jax_enable_x64", False)
     yield
     jax.config.update("jax_enable_x64", True)

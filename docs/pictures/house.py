@@ -30,8 +30,7 @@ def house() -> str:
     place, width, height = positions(layers, arrows, rooms)
     inside = [place[name] for name in rooms if name.startswith("jaxtile")]
     top = min(spot.y for spot in inside) - 34
-    left = min(spot.x for spot in inside) - 22
-    right = width - 24
+    left, right = 24, width - 24
     bottom = max(spot.y + spot.h for spot in inside) + 20
     parts = [
         box(left, top, right - left, bottom - top, "panel", 12),
@@ -216,13 +215,23 @@ def positions(
 def lanes(
     layers: Sequence[Sequence[str]], arrows: Sequence[Sequence[str]], place: dict[str, Spot]
 ) -> None:
-    """Arrows that pass layers run straight down, right of all rooms of these layers."""
-    for path in sorted(arrows, key=len):
+    """Arrows that pass layers run straight down beside all rooms of these layers: on the side that
+    is nearer. Then everything is moved so that the picture begins at its margin.
+    """
+    placed = {name for name, spot in place.items() if spot.w}
+    for path in sorted((path for path in arrows if len(path) > 2), key=len):
         passing = path[1:-1]
-        passed = [place[n] for layer in layers if set(passing) & set(layer) for n in layer]
-        lane = max((spot.x + spot.w for spot in passed), default=0) + LANE
+        passed = [layer for layer in layers if set(passing) & set(layer)]
+        spots = [place[n] for layer in passed for n in layer if n in placed]
+        sides = (min(s.x for s in spots) - LANE, max(s.x + s.w for s in spots) + LANE)
+        ends = [place[n].x + place[n].w / 2 for n in (path[0], path[-1])]
+        lane = min(reversed(sides), key=lambda side: sum(abs(side - end) for end in ends))
         for name in passing:
             place[name].x = lane
+        placed.update(passing)
+    left = min(spot.x for spot in place.values()) - 46
+    for spot in place.values():
+        spot.x -= left
 
 
 def centres(
