@@ -23,13 +23,14 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 from ml_collections import ConfigDict
 
-from . import peers
-from .baselines import PLAIN, SHARDED
-from .cell import Cell, check
-from .config import ConfigError, start, sweep, workdir_flag
-from .results import Result, append, read
-from .sweep import keep_off_devices, machine, measured, outcome, process
-from .workdir import Workdir
+from .measuring import torch_models
+from .measuring.baselines import PLAIN, SHARDED
+from .measuring.cells import Cell, check
+from .measuring.processes import keep_off_devices, machine, measured, outcome, process
+from .measuring.results import Result, append, read
+from .program.command import start, workdir_flag
+from .program.config import ConfigError, sweep
+from .training.workdir import Workdir
 
 _WORKDIR = workdir_flag()
 _PEERS = flags.DEFINE_bool("peers", False, "PyTorch, plain and with checkpoints per block")
@@ -94,7 +95,7 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
     for problem in problems:
         rows = [found(cell) for cell in baselines(problem, devices)]
         rows += [found(cell) for cell in planned(problem, rows[0])]
-        if with_peers and problem.model in peers.NAMES:
+        if with_peers and problem.model in torch_models.NAMES:
             if importlib.util.find_spec("torch") is None:
                 print("--peers: PyTorch is not installed, so it is left out", file=sys.stderr)
             else:

@@ -19,8 +19,8 @@ import jaxtile
 from policies import Costs
 from policies._costs import has_host_memory, measured_path
 
-from .config import start
-from .measure import measure
+from .measuring.measure import measure
+from .program.command import start
 
 _OUTPUT = flags.DEFINE_string("output", None, "where to write; default: where the planner looks")
 _SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 2048, on a CPU 64")

@@ -15,8 +15,8 @@ from jax import lax
 
 import jaxtile
 
-from .config import start
-from .measure import measure
+from .measuring.measure import measure
+from .program.command import start
 
 _SIZE = flags.DEFINE_integer("size", 512, "height and width of the image")
 _CHANNELS = flags.DEFINE_integer("channels", 16, "channels of every layer")

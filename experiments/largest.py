@@ -20,8 +20,8 @@ import models
 import policies
 from policies import format_bytes
 
-from .config import start
-from .problems import problem, shape_of
+from .measuring.problems import problem, shape_of
+from .program.command import start
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
 _BUDGET = flags.DEFINE_string("budget", "16GiB", "bytes of the compiled step")

@@ -41,9 +41,9 @@ from policies import Costs, format_bytes
 from policies._costs import BUILT_IN
 from policies._model import Model
 
-from .baselines import BLOCKS
-from .config import start
-from .problems import Problem, problem, shape_of
+from .measuring.baselines import BLOCKS
+from .measuring.problems import Problem, problem, shape_of
+from .program.command import start
 
 Tile = int | Literal["whole"]
 

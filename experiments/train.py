@@ -23,21 +23,23 @@ import numpy as np
 from absl import flags, logging
 from ml_collections import ConfigDict
 
-from . import data, summary
-from .checkpoints import CheckpointError
-from .config import ConfigError, check, config_flag, start, workdir_flag
-from .evaluation import Evaluation
-from .hosts import find_devices, join
+from . import data
+from .devices.hosts import find_devices, join
+from .devices.watch import Watch
 from .images import ImageError
-from .instruments import Clock, Profiler, tensorboard
-from .out_of_memory import OutOfMemory, Stopped
-from .program import Noted, sentences
-from .progress import Bar
-from .saved import Saved
-from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
-from .task import Task
-from .watch import Watch
-from .workdir import ReadOnly, Workdir
+from .program.command import config_flag, start, workdir_flag
+from .program.config import ConfigError, check
+from .program.ending import Noted, sentences
+from .program.progress import Bar
+from .training import summary
+from .training.checkpoints import CheckpointError
+from .training.evaluation import Evaluation
+from .training.instruments import Clock, Profiler, tensorboard
+from .training.out_of_memory import OutOfMemory, Stopped
+from .training.saved import Saved
+from .training.step import Program, Step, batch_shapes, choose_policy, make_optimiser
+from .training.task import Task
+from .training.workdir import ReadOnly, Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()

@@ -1,4 +1,4 @@
-"""`jaxtile.operations`: work and traffic of any function; `jaxtile.replay`."""
+"""`jaxtile.operations`: work and traffic of any function; and the replay of a list of them."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 import models
+from experiments.reference.replay import replay
 from jaxtile import nn, ops
 
 from .support import normal
@@ -102,9 +103,9 @@ def test_a_module_in_training_mode():
 def test_replay():
     steps = [("a", ["x"], ["p", "q"]), ("b", ["p"], ["r"]), ("c", ["q", "r"], ["r"])]
     sizes = {"x": 100, "p": 10, "q": 20, "r": 5}
-    assert jaxtile.replay(steps, sizes) == (35, "b")
-    assert jaxtile.replay(steps, sizes, resident=["x"]) == (135, "b")
-    assert jaxtile.replay(steps[::2], sizes) == (30, "a")
-    assert jaxtile.replay(steps, sizes | {"r": 1}, keep=["p"]) == (31, "b")
+    assert replay(steps, sizes) == (35, "b")
+    assert replay(steps, sizes, resident=["x"]) == (135, "b")
+    assert replay(steps[::2], sizes) == (30, "a")
+    assert replay(steps, sizes | {"r": 1}, keep=["p"]) == (31, "b")
     with pytest.raises(ValueError, match="no bytes for q"):
-        jaxtile.replay(steps, {"p": 1, "r": 1})
+        replay(steps, {"p": 1, "r": 1})

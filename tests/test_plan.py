@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxtile
 import jaxtile.nn
 import policies
-from experiments.problems import problem, shape_of
+from experiments.measuring.problems import problem, shape_of
 from policies._costs import BUILT_IN, built_in_for_another
 from policies._model import Model
 from policies._planner import default_step

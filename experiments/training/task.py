@@ -22,10 +22,10 @@ import jaxtile
 import models
 from jaxtile import ops
 
+from ..data import IGNORED
+from ..devices.hosts import Devices
+from ..program.config import ConfigError
 from .checkpoints import CheckpointError, Checkpoints, unflatten
-from .config import ConfigError
-from .data import IGNORED
-from .hosts import Devices
 from .workdir import read_config
 
 _MOST_COUNTED = 2**32  # positions of a batch: they are counted with 32 bits

@@ -11,11 +11,12 @@ import numpy as np
 import jaxtile
 from policies import format_bytes
 
+from ..program.files import write_atomically
 from . import pictures
 from .evaluation import Evaluation
 from .step import Program, Step
 from .task import Weights
-from .workdir import Workdir, write_atomically
+from .workdir import Workdir
 
 _EXAMPLES = 3  # in the picture of predictions
 _QUALITY = ("loss", "accuracy", "mean_iou", "mean_dice", "iou", "counted")

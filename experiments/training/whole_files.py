@@ -22,10 +22,11 @@ import numpy as np
 
 import jaxtile
 
-from . import data
-from .hosts import Devices
-from .images import Image, ImageError
-from .predict import Map, Network, Pixels, PredictionError
+from .. import data
+from ..devices.hosts import Devices
+from ..images import Image, ImageError
+from ..predicting.network import Map, Network, PredictionError
+from ..predicting.pixels import Pixels
 from .task import Counts, Task, Weights
 
 _SECONDS_BETWEEN_LINES = 30.0

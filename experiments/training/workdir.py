@@ -13,12 +13,13 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from .config import ConfigError, differences, fields
+from ..program.config import ConfigError, differences, fields
+from ..program.files import naming, write_atomically
 
 _METRICS = {"step", "loss"}
 _TIMING = {"step", "seconds_per_step", "images_per_second", "megapixels_per_second"}
@@ -224,28 +225,3 @@ def _ranges(numbers: list[int]) -> str:
             runs.append([n])
     texts = [" to ".join(map(str, run)) for run in runs]
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more stretches" if texts[5:] else "")
-
-
-@contextlib.contextmanager
-def naming(file: pathlib.Path) -> Iterator[None]:
-    """A context in which errors of the system name the file; those of writing would not."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(file)
-        raise
-
-
-def write_atomically(file: pathlib.Path, text: str) -> None:
-    """Either the old file or the new one is there, at any moment."""
-    temporary = file.with_name(file.name + ".new")
-    try:
-        with naming(file), open(temporary, "w") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
