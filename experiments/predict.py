@@ -51,7 +51,7 @@ from .program.config import ConfigError
 from .program.files import write_atomically
 from .program.progress import Bar, duration
 from .training.checkpoints import CheckpointError
-from .training.task import load_trained
+from .training.trained import load_trained
 
 
 def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> Network:

@@ -15,8 +15,8 @@ import tifffile
 from experiments import data
 from experiments.predict import load_network
 from experiments.program.config import base
-from experiments.train import load_data
 from experiments.training.evaluation import Evaluation, what
+from experiments.training.setup import load_data
 from experiments.training.step import Step, batch_shapes, make_optimiser
 from experiments.training.task import Task
 

@@ -20,7 +20,7 @@ from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.saved import Saved
-from experiments.training.task import load_trained
+from experiments.training.trained import load_trained
 from experiments.training.workdir import Workdir
 
 from .tiny_config import get_config
