@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 from ml_collections import ConfigDict
 
-from .measuring import torch_models
-from .measuring.baselines import PLAIN, SHARDED
+from .measuring.baselines import IN_TORCH, PLAIN, SHARDED
 from .measuring.cells import Cell, check
 from .measuring.processes import keep_off_devices, machine, measured, outcome, process
 from .measuring.results import Result, append, read
@@ -95,7 +94,7 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
     for problem in problems:
         rows = [found(cell) for cell in baselines(problem, devices)]
         rows += [found(cell) for cell in planned(problem, rows[0])]
-        if with_peers and problem.model in torch_models.NAMES:
+        if with_peers and problem.model in IN_TORCH:
             if importlib.util.find_spec("torch") is None:
                 print("--peers: PyTorch is not installed, so it is left out", file=sys.stderr)
             else:

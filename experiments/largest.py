@@ -132,7 +132,7 @@ def compiled(policy: str, size: int, budget: int) -> int:
     return plan.measured_bytes
 
 
-def _traced(policy: str, size: int):
+def _traced(policy: str, size: int) -> jax.stages.Traced:
     found = problem(_MODEL.value, _shape(size), jnp.dtype(_DTYPE.value), abstract=True)
     loss = found.loss
     if policy != "plain":

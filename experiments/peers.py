@@ -8,77 +8,92 @@ a GPU. Channels last, cuDNN's fastest algorithms; batch norm uses and updates ba
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from .measuring.problems import REFERENCES, shape_of
-from .measuring.torch_models import blocks
+from .measuring.torch_models import Network, loss_of
+
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measure(
-    model: str, size: int, batch: int, dtype: str, checkpoint: bool, warmup: int, repeats: int
-) -> dict[str, Any]:
-    import torch
-    from torch.utils.checkpoint import checkpoint as again
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured."""
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: str
+    size: int = 0
+    """Height and width; 0: the reference's."""
+    batch: int = 0
+    """Images; 0: the reference's."""
+    dtype: str = "float32"
+    checkpoint: bool = False
+    """Whether blocks are recomputed."""
+    warmup: int = 2
+    repeats: int = 5
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Seconds and bytes of a step."""
+    step = training_step(options)
+    before, on_gpu = 0, _DEVICE == "cuda"
+    for i in range(options.warmup + 1):
+        step()
+        if on_gpu and i == options.warmup - 1:
+            torch.cuda.empty_cache()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    seconds = statistics.median(step() for _ in range(options.repeats))
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    return {"seconds": seconds, "temporary_bytes": peak, "version": torch.__version__}
+
+
+def training_step(options: Options) -> Callable[[], float]:
+    """A function that computes the loss and all gradients, and returns the seconds it took."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
-    parts, loss = blocks(model)
-    options = {"device": device, "dtype": getattr(torch, dtype)}
-    network = torch.nn.ModuleList(parts).to(**options, memory_format=torch.channels_last)
-    for level in network.modules():
-        if type(level).__name__ == "Level":
-            type(level).checkpoint = checkpoint
-    shape = shape_of(model, batch or None, size or None)
-    image = torch.randn(shape[0], shape[3], *shape[1:3], **options)
+    loss = loss_of(options.model)
+    types = {"device": _DEVICE, "dtype": getattr(torch, options.dtype)}
+    network = Network(options.model, options.checkpoint)
+    network.to(**types, memory_format=torch.channels_last)
+    shape = shape_of(options.model, options.batch or None, options.size or None)
+    image = torch.randn(shape[0], shape[3], *shape[1:3], **types)
     image = image.contiguous(memory_format=torch.channels_last)
-
-    def scores(x):
-        for part in network:
-            in_blocks = checkpoint and model != "unet"
-            x = again(part, x, use_reentrant=False) if in_blocks else part(x)
-        return x
-
-    with torch.no_grad():
-        shape_of_scores = scores(image).shape
-    classes = REFERENCES[model].classes
-    labels = None
-    if classes is not None:
-        where = (shape_of_scores[0], *shape_of_scores[2:])
-        labels = torch.randint(classes, where, device=device)
+    labels = _labels(options.model, network, image)
 
     def step() -> float:
         began = time.perf_counter()
         network.zero_grad(set_to_none=False)
-        value = loss(scores(image), labels)
+        value = loss(network(image), labels)
         value.backward()
-        found = value.item()
-        if device == "cuda":
+        value.item()
+        if _DEVICE == "cuda":
             torch.cuda.synchronize()
-        del value, found
         return time.perf_counter() - began
 
-    before = 0
-    for i in range(warmup + 1):
-        step()
-        if device == "cuda" and i == warmup - 1:
-            torch.cuda.empty_cache()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    seconds = statistics.median(step() for _ in range(repeats))
-    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
-    return {"seconds": seconds, "temporary_bytes": peak, "version": torch.__version__}
+    return step
+
+
+def _labels(model: str, network: Network, image: torch.Tensor) -> torch.Tensor | None:
+    with torch.no_grad():
+        shape = network(image).shape
+    classes = REFERENCES[model].classes
+    if classes is None:
+        return None
+    return torch.randint(classes, (shape[0], *shape[2:]), device=_DEVICE)
 
 
 def main() -> None:
-    options = {"size": 0, "batch": 0, "dtype": "float32", "checkpoint": False}
-    options |= {"warmup": 2, "repeats": 5} | json.loads(sys.argv[1])
-    print(json.dumps(measure(**options)), flush=True)
+    options = Options(**json.loads(sys.argv[1]))
+    print(json.dumps(measure(options)), flush=True)
 
 
 if __name__ == "__main__":

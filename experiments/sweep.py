@@ -94,7 +94,9 @@ def selected(found: Sequence[Cell], only: Sequence[str], shard: str | None) -> l
     return chosen[int(parts[1]) - 1 :: int(parts[2])]
 
 
-def run(config: ConfigDict, chosen: Sequence[Cell], path: str, *, shard: str | None, retry: bool):
+def run(
+    config: ConfigDict, chosen: Sequence[Cell], path: str, *, shard: str | None, retry: bool
+) -> None:
     """Measure what is missing, and say how it went."""
     workdir = Workdir(path, lock=f"lock-{shard.replace('/', 'of')}" if shard else "lock")
     known, bad = read(workdir.path)

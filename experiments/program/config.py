@@ -28,6 +28,40 @@ class ConfigError(ValueError):
     """A field has a value that cannot work."""
 
 
+_DATA = {
+    "kind": "cells",  # cells, textures or folder
+    "path": "",
+    "labels": "masks",  # masks, folders or csv
+    "size": 256,  # of the window that is read; 0: whole images
+    "channels": 1,
+    "classes": 2,
+    "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
+    "ignored": (),  # values of masks that do not count, as (255,)
+    "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
+    "files_outside": False,  # labels.csv may name files outside its folder
+    "train_images": 64,
+    "eval_images": 8,
+    "eval_fraction": 0.2,  # of a folder without train/ and eval/
+    "augment": False,
+    "on_bad_file": "error",  # or skip
+    "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
+    "std": (0.25,),
+}
+
+_TRAIN = {
+    "steps": 100,
+    "batch_size": 1,
+    "optimiser": "adam",
+    "learning_rate": 1e-3,
+    "schedule": "cosine",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "momentum": 0.9,
+    "clip_norm": 1.0,  # 0: gradients are not clipped
+    "ema": 0.0,  # decay of the weights' moving average; 0: none
+}
+
+
 def base(model: str, **options: Any) -> ConfigDict:
     """All fields with their defaults. `options` are those of the model's class."""
     config = ConfigDict(
@@ -43,37 +77,8 @@ def base(model: str, **options: Any) -> ConfigDict:
             "seed": 0,
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: slower, but going on gives the same bits
-            "data": {
-                "kind": "cells",  # cells, textures or folder
-                "path": "",
-                "labels": "masks",  # masks, folders or csv
-                "size": 256,  # of the window that is read; 0: whole images
-                "channels": 1,
-                "classes": 2,
-                "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
-                "ignored": (),  # values of masks that do not count, as (255,)
-                "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
-                "files_outside": False,  # labels.csv may name files outside its folder
-                "train_images": 64,
-                "eval_images": 8,
-                "eval_fraction": 0.2,  # of a folder without train/ and eval/
-                "augment": False,
-                "on_bad_file": "error",  # or skip
-                "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
-                "std": (0.25,),
-            },
-            "train": {
-                "steps": 100,
-                "batch_size": 1,
-                "optimiser": "adam",
-                "learning_rate": 1e-3,
-                "schedule": "cosine",
-                "warmup_steps": 0,
-                "weight_decay": 0.0,
-                "momentum": 0.9,
-                "clip_norm": 1.0,  # 0: gradients are not clipped
-                "ema": 0.0,  # decay of the weights' moving average; 0: none
-            },
+            "data": _DATA,
+            "train": _TRAIN,
             "eval": {
                 "every": 50,  # steps; 0: only at the end
                 "size": 0,  # of the central window of each held-out file; 0: whole images

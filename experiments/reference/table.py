@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,10 +77,10 @@ def _row(found: Problem, plain: jaxtile.Explanation, text: str, other: str) -> s
     policy = policies.resolve(text)
     tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=policy)
     report = jaxtile.memory(jax.value_and_grad(tiled, has_aux=True), *found.arguments)
-    print(f"{text}: {format_bytes(report.compiled.bytes.total)}", file=sys.stderr, flush=True)
-    return _line(
-        found, plain, policy, text, report.estimated.bytes.total, report.compiled.bytes.total, other
-    )
+    estimated, compiled = report.estimated.bytes.total, report.compiled.bytes.total
+    print(f"{text}: {format_bytes(compiled)}", file=sys.stderr, flush=True)
+    forward = _forward(found, plain, policy)
+    return f"| {text} | {_columns(estimated, compiled)} | {forward:.2f}x | {other} |"
 
 
 def _budget_row(found: Problem, plain: jaxtile.Explanation, budget: str) -> str:
@@ -87,15 +88,15 @@ def _budget_row(found: Problem, plain: jaxtile.Explanation, budget: str) -> str:
         plan = policies.plan(found.loss, *found.arguments, in_axes=found.in_axes, budget=budget)
     except policies.BudgetError as error:
         return f"| budget:{budget} | does not fit | smallest: {error.smallest:,} | | | |"
-    return _line(
-        found, plain, plan, f"budget:{budget}", plan.estimated_bytes, plan.measured_bytes, "-"
-    )
+    columns = _columns(plan.estimated_bytes, plan.measured_bytes)
+    return f"| budget:{budget} | {columns} | {_forward(found, plain, plan):.2f}x | - |"
 
 
-def _line(found, plain, policy, text, estimated: int, compiled: int, other: str) -> str:
+def _columns(estimated: int, compiled: int) -> str:
+    return f"{estimated:,} | {compiled:,} | {estimated / compiled:.3f}"
+
+
+def _forward(found: Problem, plain: jaxtile.Explanation, policy: Any) -> float:
+    """Operations of the forward pass, once more for what is recomputed, relative to plain JAX."""
     explained = jaxtile.explain(found.loss, *found.arguments, in_axes=found.in_axes, policy=policy)
-    forward = (explained.forward_flops + explained.recomputed_flops) / plain.forward_flops
-    return (
-        f"| {text} | {estimated:,} | {compiled:,} | {estimated / compiled:.3f} | {forward:.2f}x | "
-        f"{other} |"
-    )
+    return (explained.forward_flops + explained.recomputed_flops) / plain.forward_flops
