@@ -27,8 +27,8 @@ from .measuring.processes import keep_off_devices, measured, outcome
 from .measuring.results import append, read
 from .program.command import config_flag, start, workdir_flag
 from .program.config import ConfigError
+from .program.files import Lock
 from .program.progress import Bar
-from .training.workdir import Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
@@ -98,17 +98,17 @@ def run(
     config: ConfigDict, chosen: Sequence[Cell], path: str, *, shard: str | None, retry: bool
 ) -> None:
     """Measure what is missing, and say how it went."""
-    workdir = Workdir(path, lock=f"lock-{shard.replace('/', 'of')}" if shard else "lock")
-    known, bad = read(workdir.path)
+    part = f"-{shard.replace('/', 'of')}" if shard else ""
+    lock = Lock(path, f"lock{part}")
+    known, bad = read(lock.folder)
     for line in bad:
         print(f"warning: not a result, left alone: {line}", flush=True)
     missing = [c for c in chosen if c not in known or (retry and known[c].status != "ok")]
-    name = f"results-{shard.replace('/', 'of')}.jsonl" if shard else "results.jsonl"
     print(f"{len(chosen)} cells, {len(chosen) - len(missing)} of them done already", flush=True)
     with Bar("cell", len(missing)) as bar:
         for cell in missing:
-            result = measured(cell, config, workdir.path)
-            append(workdir.path / name, result)
+            result = measured(cell, config, lock.folder)
+            append(lock.folder / f"results{part}.jsonl", result)
             bar.advance(f"{cell.name}: {outcome(result)}")
 
 
