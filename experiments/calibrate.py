@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from absl import flags
 
 import jaxtile
+from jaxtile._plan.costs import has_host_memory, measured_path
 from policies import Costs
-from policies._costs import has_host_memory, measured_path
 
 from .measuring.measure import measure
 from .program.command import start

@@ -37,9 +37,9 @@ from jax.sharding import AbstractMesh
 
 import jaxtile
 import models
+from jaxtile._plan.costs import BUILT_IN
+from jaxtile._plan.model import Model
 from policies import Costs, format_bytes
-from policies._costs import BUILT_IN
-from policies._model import Model
 
 from .measuring.baselines import BLOCKS
 from .measuring.problems import Problem, problem, shape_of
@@ -210,13 +210,13 @@ def _compute(
     found: Problem, stored: Sequence[str], grid: tuple[int, ...], tile: Tile, costs: Costs
 ) -> float:
     """Seconds of all devices together, by the planner's model: it counts what tiles overlap."""
-    outline = jaxtile.outline(found.loss, *found.arguments, in_axes=found.in_axes)
+    outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
     if tile == "whole":
         # One piece per device: no loops, so none that waits for a reduction either.
         parts = tuple(dataclasses.replace(p, awaits=-1) for p in outline.parts)
         outline = dataclasses.replace(outline, parts=parts)
         costs = dataclasses.replace(costs, tile=1.0, loop=0.0)
-    choice = jaxtile.Choice(grid)
+    choice = jaxtile.policy.Choice(grid)
     choices = {p.name: choice for p in outline.parts if p.name in stored}
     return Model(outline, costs).estimate({**choices, ...: choice}).seconds
 

@@ -1,32 +1,28 @@
 """Train convolutional networks on images larger than the accelerator's memory, exactly.
 
-`checkpoint` is to space what `jax.checkpoint` is to depth. Read the idea in file order: `_geometry`
-(intervals), `_rules` (what each primitive needs), `_trace`, `_values` and `_graph` (which
-dimensions are tiled), `_tile` (one tile), `_calls` (custom derivatives), `_targets` and `_regions`
-(where to cut), `_recompute` and `_loop` (regions and their derivatives), `_mesh`, `_collectives`
-and `_sharded` (the same on many devices), `_checkpoint` (the public face), `_stream` (the same from
-disk to disk), `_cost` and `_explain`, `_operations` and `_liveness` (work and live bytes of any
-function), `_outline` (what a planner sees); `_compiled`, `_estimate`, `_hlo` and `_memory` (true
-and estimated bytes). `ops` are operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
+`checkpoint` is to space what `jax.checkpoint` is to depth. Read the idea in this order: `_geometry`
+(intervals), `_rules` (what each primitive needs of its inputs), `_graph` (which dimensions are
+tiled), `_regions` (where to cut, and what one tile computes), `_derivatives` (functions with rules
+of their own), `_mesh` and `_run` (loops and their derivatives, on one device or many), `_schedule`
+(all of it put together), `_checkpoint` (the public face). Beside that: `_explain`, `_stream` (from
+disk to disk), `_memory` (bytes), `policy` and `_plan` (what is stored, by a budget). `ops` are
+operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
 """
 
 from . import ops as ops
+from . import policy as policy
 from ._checkpoint import checkpoint as checkpoint
-from ._compiled import Bytes as Bytes
-from ._compiled import compiled_bytes as compiled_bytes
 from ._errors import TilingError as TilingError
-from ._estimate import Estimate as Estimate
-from ._estimate import estimate_memory as estimate_memory
 from ._explain import Explanation as Explanation
 from ._explain import explain as explain
-from ._liveness import replay as replay
-from ._memory import Memory as Memory
-from ._memory import memory as memory
-from ._operations import Operation as Operation
-from ._operations import Operations as Operations
-from ._operations import operations as operations
-from ._outline import Choice as Choice
-from ._outline import Outline as Outline
-from ._outline import outline as outline
+from ._graph.operations import Operations as Operations
+from ._graph.operations import operations as operations
+from ._memory.compiled import Bytes as Bytes
+from ._memory.compiled import compiled_bytes as compiled_bytes
+from ._memory.estimate import estimate_memory as estimate_memory
+from ._memory.report import memory as memory
+from ._plan.plan import Plan as Plan
+from ._plan.planner import plan as plan
+from ._plan.search import BudgetError as BudgetError
 from ._stream import stream as stream
 from ._version import __version__ as __version__

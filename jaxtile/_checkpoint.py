@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from . import _calls as _calls
-from ._errors import TilingError
-from ._graph import Policy, build
-from ._loop import Loop
-from ._mesh import Devices, automatic, devices_of
-from ._outline import GraphPolicy, apply, outlined
-from ._recompute import Recomputed, Whole, evaluate, run, to_host
-from ._regions import Region, Schedule, schedule
-from ._sharded import Sharded
-from ._targets import WHOLE, Grid, Tiles
-from ._tile import lookup
-from ._trace import Traced, inside, trace
-from ._values import Value
+from ._errors import TilingError, check_callable
+from ._explain import Explanation, report
+from ._graph.build import Policy
+from ._plan.planner import Budget
+from ._regions.regions import Schedule
+from ._regions.targets import WHOLE, Tiles
+from ._schedule import Options, scheduled, tiled
+from .policy import GraphPolicy
 
 
 def checkpoint(
@@ -28,10 +23,11 @@ def checkpoint(
     *,
     in_axes: Any,
     tiles: Tiles = WHOLE,
-    policy: Policy | GraphPolicy | None = None,
+    policy: Policy | GraphPolicy | str | None = None,
+    budget: int | str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
-) -> Callable[..., Any]:
+) -> Tiled:
     """Evaluate and differentiate `fun` tile by tile, with exact halos.
 
     The result has the signature, the value and the gradients of `fun`. What differs is the memory:
@@ -56,8 +52,12 @@ def checkpoint(
         The grid `"whole"`, the default, recomputes a region untiled, as `jax.checkpoint` does; the
         grid `None` leaves it untiled and unrecomputed, as plain JAX.
       policy: what is stored: any function of `jax.checkpoint_policies` that saves or offloads;
-        `None` stores nothing inside. Or one that sees the whole graph, from `policies`: a plan, or
-        what `policies.resolve` returns; `tiles` then goes to what it recomputes whole.
+        `None` stores nothing inside. Or one that sees the whole graph: a name, as "sqrt"
+        (`policies.names()` lists them), a `jaxtile.Plan`, or an object as `jaxtile.policy`
+        describes it; `tiles` then goes to what it recomputes whole.
+      budget: instead of a policy, bytes that a training step may take, as "6GiB": the fastest
+        schedule that fits is planned when the function is first traced, and kept for these shapes.
+        `jaxtile.plan` makes the same plan beforehand, to look at and to save.
       mesh: devices to distribute tiled arrays over. Each device owns a block of every stored value,
         and runs `tiles` tiles of its own in every region; it receives what these read of other
         blocks before the region runs. `"whole"` and `None` are one piece per device. What is not
@@ -83,107 +83,54 @@ def checkpoint(
     >>> bool(jnp.allclose(tiled(kernel, image), blur(kernel, image)))
     True
 
+    What it is going to do can be asked before it runs:
+
+    >>> tiled.explain(kernel, image).regions[0].grid
+    (4, 4)
+
     Put `jit` outermost: each call traces `fun` anew. Inside another `jaxtile.checkpoint` the
     result is traced as the plain `fun`; the outermost schedule wins. Forward mode (`jvp`) of a
     tiled function is not defined; `grad`, `vjp` and `vmap` are.
     """
-    _check_callable(fun)
-    if isinstance(policy, str):
+    check_callable(fun)
+    options = Options(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
+    return Tiled(
+        fun, tiled(fun, options), lambda args, kwargs: scheduled(fun, args, kwargs, options)[0]
+    )
+
+
+def within(budget: int | str | None, policy: Any) -> Any:
+    """The policy that keeps a budget, if there is one; otherwise the given policy."""
+    if budget is not None and policy is not None:
         raise TilingError(
-            f"`policy` (={policy!r}) must not be a string: use `policies.resolve({policy!r})`"
+            f"`budget` (={budget!r}) and `policy` (={policy!r}) both say what is stored: give one "
+            "of them"
         )
-
-    @functools.wraps(fun)
-    def tiled(*args: Any, **kwargs: Any) -> Any:
-        if inside.value:
-            return fun(*args, **kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        out_tree = None
-
-        def run(*leaves):
-            nonlocal out_tree
-            args, kwargs = jax.tree.unflatten(tree, leaves)
-            plan, traced = scheduled(fun, args, kwargs, in_axes, tiles, policy, mesh, mesh_axes)
-            out_tree = traced.out_tree
-            return execute(plan, traced.arguments), plan.specs
-
-        results = run(*leaves)[0] if mesh is None else automatic(run, leaves)
-        return jax.tree.unflatten(out_tree, results)
-
-    return tiled
+    return policy if budget is None else Budget(budget)
 
 
-def scheduled(
-    fun, args, kwargs, in_axes, tiles: Tiles, policy, mesh=None, mesh_axes=None
-) -> tuple[Schedule, Traced]:
-    """The schedule for these arguments, and the traced function."""
-    traced = trace(fun, args, kwargs, in_axes)
-    devices = devices_of(mesh, mesh_axes, traced.rank)
-    if not hasattr(policy, "choose"):
-        graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
-        return schedule(graph, tiles, traced.rank, devices), traced
-    view, values, graph = outlined(traced)
-    grids = apply(policy.choose(view), values)
-    if isinstance(tiles, Mapping):
-        raise TilingError(
-            f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "
-            "to everything that the policy recomputes whole"
-        )
-    grids = {
-        key: tiles if grid == WHOLE else _per_device(grid, devices) for key, grid in grids.items()
-    }
-    return schedule(graph, grids, traced.rank, devices), traced
+class Tiled:
+    """What `checkpoint` returns: a function that runs in tiles, and can say how."""
 
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        run: Callable[..., Any],
+        schedule: Callable[[tuple[Any, ...], dict[str, Any]], Schedule],
+    ):
+        functools.update_wrapper(self, fun, updated=())
+        self._fun, self._run, self._schedule = fun, run, schedule
 
-def _per_device(grid: Grid, devices: Devices | None) -> Grid:
-    """A policy chooses tiles for whole arrays; on a mesh, tiles stay as large as it wants them."""
-    if devices is None or not isinstance(grid, tuple):
-        return grid
-    return tuple(-(-n // devices.count(axis)) for axis, n in enumerate(grid))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
+        """In the body of a class it is a method, as a function is."""
+        return self if instance is None else functools.partial(self, instance)
 
-def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
-    """Run the regions and the global equations in order."""
-    devices = plan.devices
-    env: dict[Value, Any] = dict(zip(plan.graph.inputs, map(jax.numpy.asarray, flat), strict=True))
-    if devices is not None:
-        env = {v: devices.split(x, v.axes) for v, x in env.items()}
-    hosted: dict[Value, jax.Array] = {}
+    def __repr__(self) -> str:
+        return f"jaxtile.checkpoint({self._fun!r})"
 
-    def whole(value: Value) -> Any:
-        """A value that no region reads by window; on a mesh, tiled values are held as blocks."""
-        array, x = value.array, lookup(env, value.array)
-        return x if devices is None else devices.join(x, array.aval.shape, array.axes)
-
-    for step in plan.steps:
-        if not isinstance(step, Region):
-            operands = [whole(v) for v in step.inputs]
-            env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
-            continue
-        if step.grid is None and devices is None:
-            # What these equations compute is held anyway, so other such regions use it too.
-            results = evaluate(step, env)
-        else:
-            body = _body(step)
-            inputs = [lookup(env, v.array) for v in step.inputs]
-            globals_ = [whole(v) for v in step.globals]
-            results = run(body, inputs, globals_, [hosted.get(v.array) for v in step.inputs])
-        env.update(zip((t.result for t in step.targets), results, strict=True))
-        hosted |= {t.value: to_host(env[t.value]) for t in step.targets if t.offloaded}
-    return [_as_array(whole(v)) for v in plan.graph.outputs]
-
-
-def _body(region: Region) -> Recomputed:
-    if region.devices is not None:
-        return Sharded(region)
-    return Loop(region) if region.tiled else Whole(region)
-
-
-def _as_array(x: Any) -> jax.Array:
-    """A constant of the traced function may be a Python number."""
-    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)
-
-
-def _check_callable(fun: Any) -> None:
-    if not callable(fun):
-        raise TilingError(f"`fun` (={fun!r}) must be callable")
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """What it does for these arguments, without running it: see `jaxtile.explain`."""
+        return report(self._schedule(args, kwargs))

@@ -66,6 +66,11 @@ def _user_frames(source_info: Any) -> list[tuple[str, int, str]]:
     return found
 
 
+def check_callable(fun: Any) -> None:
+    if not callable(fun):
+        raise TypeError(f"`fun` (={fun!r}) must be callable")
+
+
 def describe(aval: Any, axes: tuple[int | None, ...]) -> str:
     """`float32[1, 64*, 64*, 3]`.
 

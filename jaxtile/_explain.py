@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._checkpoint import scheduled
-from ._cost import MOVEMENT, flops, fused, whole_flops
 from ._errors import user_line
 from ._geometry import Window, partition
-from ._graph import Policy
-from ._regions import Region, Schedule
+from ._graph.build import Policy
+from ._graph.values import Node, Value
+from ._graph.work import MOVEMENT, flops, fused, whole_flops
+from ._regions.regions import Region, Schedule
+from ._regions.targets import WHOLE, Grid, Target, Tiles
+from ._regions.tile import Instruction
 from ._rules import Windows
-from ._targets import WHOLE, Grid, Target, Tiles
-from ._tile import Instruction
-from ._values import Node, Value
+from ._schedule import Options, scheduled
+from .policy import GraphPolicy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +194,7 @@ def explain(
     *args: Any,
     in_axes: Any,
     tiles: Tiles = WHOLE,
-    policy: Policy | None = None,
+    policy: Policy | GraphPolicy | str | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
     **kwargs: Any,
@@ -212,8 +213,8 @@ def explain(
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
     """
-    plan, _ = scheduled(fun, args, kwargs, in_axes, tiles, policy, mesh, mesh_axes)
-    return report(plan)
+    options = Options(in_axes, tiles, policy, mesh, mesh_axes)
+    return report(scheduled(fun, args, kwargs, options)[0])
 
 
 def report(plan: Schedule) -> Explanation:

@@ -25,17 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core.primitives import copy_p
 
-from ._checkpoint import _check_callable
-from ._errors import TilingError, describe, user_line
-from ._graph import build
-from ._inline import any_call
-from ._loop import Loop, at, window
-from ._regions import Region, Schedule, schedule
+from ._errors import TilingError, check_callable, describe, user_line
+from ._graph.build import build
+from ._graph.inline import any_call
+from ._graph.trace import trace
+from ._graph.values import Graph, Node, Value
+from ._regions.regions import Region, Schedule, schedule
+from ._regions.targets import Tiles
+from ._regions.tile import lookup
 from ._rules import Equation
-from ._targets import Tiles
-from ._tile import lookup
-from ._trace import trace
-from ._values import Graph, Node, Value
+from ._run.loop import Loop, at, window
 
 
 def stream(fun: Callable[..., Any], *, in_axes: Any, tiles: Tiles) -> Callable[..., Any]:
@@ -85,7 +84,7 @@ def stream(fun: Callable[..., Any], *, in_axes: Any, tiles: Tiles) -> Callable[.
     There is nothing to differentiate here: use `jaxtile.checkpoint` for that. A value that `fun`
     needs whole, because an equation mixes its positions, is an error.
     """
-    _check_callable(fun)
+    check_callable(fun)
     programs: dict[Any, _Program] = {}
 
     @functools.wraps(fun)

@@ -1,17 +1,22 @@
-"""What to store, recompute or offload: decisions on top of `jaxtile`."""
+"""Named policies: what to store, recompute or offload.
 
-from ._absent import NoDeviceError as NoDeviceError
-from ._bytes import format_bytes as format_bytes
-from ._bytes import parse_bytes as parse_bytes
-from ._catalogue import names as names
-from ._catalogue import resolve as resolve
-from ._costs import Costs as Costs
-from ._costs import costs as costs
+`resolve` turns a name into a policy, `names` lists them. `plan` is `jaxtile.plan`.
+"""
+
+from jaxtile import BudgetError as BudgetError
+from jaxtile import Plan as Plan
+from jaxtile import plan as plan
+from jaxtile._amounts import format_bytes as format_bytes
+from jaxtile._amounts import parse_bytes as parse_bytes
+from jaxtile._plan.absent import NoDeviceError as NoDeviceError
+from jaxtile._plan.costs import Costs as Costs
+from jaxtile._plan.costs import costs as costs
+from jaxtile.policy import names as names
+from jaxtile.policy import resolve as resolve
+
+from . import _catalogue as _catalogue  # enters the policies into the table of names
 from ._frameworks import chainer as chainer
 from ._frameworks import retained as retained
 from ._frameworks import tensorflow as tensorflow
 from ._frameworks import training_steps as training_steps
 from ._frameworks import untied as untied
-from ._plan import Plan as Plan
-from ._planner import plan as plan
-from ._search import BudgetError as BudgetError

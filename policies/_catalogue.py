@@ -1,21 +1,20 @@
-"""Named policies, from fastest to smallest: one registry.
+"""The catalogue: named policies, from the fastest to the smallest.
 
-`resolve` turns what a config or a flag says (`"sqrt"`, `"names:pool1,pool2"`, `"budget:2GiB"`) into
-a policy for `jaxtile.checkpoint`. All of them see the outline of the whole function. Unless the
-caller gives tiles, what lies between stored results is recomputed whole, as by `jax.checkpoint`.
+All of them see the outline of the whole function. Unless the caller gives tiles, what lies between
+stored results is recomputed whole, as by `jax.checkpoint`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
-from jaxtile import Choice, Outline
+from jaxtile._amounts import parse_bytes
+from jaxtile._plan.planner import Budget
+from jaxtile.policy import Choice, Outline, register
 
-from ._bytes import parse_bytes
 from ._frameworks import retained
 from ._lower_sets import (
     ForwardGraph,
@@ -28,74 +27,6 @@ from ._lower_sets import (
 
 WHOLE = "whole"
 _MOST_LOWER_SETS = 2000
-
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """A policy that sees the whole function; what `jaxtile.checkpoint(policy=...)` takes."""
-
-    name: str
-    decide: Callable[[Outline], Mapping[Any, Choice]]
-
-    def choose(self, outline: Outline) -> Mapping[Any, Choice]:
-        return self.decide(outline)
-
-    def __repr__(self) -> str:
-        return f"policies.resolve({self.name!r})"
-
-
-class _Entry(NamedTuple):
-    name: str
-    argument: str
-    trade: str
-    make: Callable[[str], Callable[[Outline], Mapping[Any, Choice]]]
-
-
-_ENTRIES: dict[str, _Entry] = {}
-
-
-def register(name: str, argument: str, trade: str):
-    """Enter a policy: `make(argument)` gives what decides about an outline."""
-
-    def decorate(make):
-        _ENTRIES[name] = _Entry(name, argument, trade, make)
-        return make
-
-    return decorate
-
-
-def names() -> dict[str, str]:
-    """All policies from the fastest to the smallest, each with its trade-off.
-
-    >>> import policies
-    >>> list(policies.names())[0], list(policies.names())[-1]
-    ('store_all', 'tiled:HxW')
-    """
-    return {e.name + (f":{e.argument}" if e.argument else ""): e.trade for e in _ENTRIES.values()}
-
-
-def resolve(text: str) -> Policy:
-    """The policy that a string names.
-
-    >>> import policies
-    >>> policies.resolve("names:pool1,pool2")
-    policies.resolve('names:pool1,pool2')
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"a policy (={text!r}) must be a string, as 'sqrt' or 'budget:2GiB'")
-    name, colon, argument = text.strip().partition(":")
-    if name not in _ENTRIES:
-        near = difflib.get_close_matches(name, _ENTRIES, n=1)
-        raise ValueError(
-            f"there is no policy {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
-            + f" Known are {', '.join(names())}."
-        )
-    entry = _ENTRIES[name]
-    if bool(argument) != bool(entry.argument) or bool(colon) != bool(entry.argument):
-        wanted = f"{name}:{entry.argument}" if entry.argument else name
-        raise ValueError(f"the policy {text!r} must be written {wanted!r}")
-    return Policy(text.strip(), entry.make(argument))
 
 
 def storing(stored: Collection[str], *, offload: bool = False) -> dict[Any, Choice]:
@@ -171,20 +102,7 @@ def _offload(argument: str):
 
 @register("budget", "BYTES", "the planner: the fastest schedule whose compiled step fits BYTES")
 def _budget(argument: str):
-    budget = parse_bytes(argument)
-    plans: dict[str, Mapping[Any, Choice]] = {}
-
-    def decide(outline: Outline):
-        from ._planner import plan_outline
-
-        if not outline.parts:
-            return {...: Choice(None)}
-        known = outline.fingerprint
-        if known not in plans:
-            plans[known] = plan_outline(outline, budget).choices
-        return plans[known]
-
-    return decide
+    return Budget(argument).choose
 
 
 @register("recompute_all", "", "stores nothing and recomputes everything at once")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from jaxtile import Operation, Operations
+from jaxtile._graph.operations import Operation, Operations
 
 Rule = Callable[[Operation], Collection[str]]
 

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxtile import Operations
+from jaxtile._graph.operations import Operations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
-from jaxtile._inline import any_call
+from jaxtile._graph.inline import any_call
 
 
 def interpret(fun: Callable[..., Any], *args: Any) -> Any:

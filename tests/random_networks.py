@@ -259,13 +259,15 @@ class RandomPolicy:
 
     seed: int
 
-    def choose(self, outline: jaxtile.Outline) -> dict:
+    def choose(self, outline: jaxtile.policy.Outline) -> dict:
         chance = random.Random(self.seed)
         share = chance.random()
 
-        def choice(lengths) -> jaxtile.Choice:
+        def choice(lengths) -> jaxtile.policy.Choice:
             grid = tuple(chance.randint(1, max(1, min(5, n))) for n in lengths)
-            return jaxtile.Choice(chance.choice([None, "whole", grid, grid]), chance.random() < 0.2)
+            return jaxtile.policy.Choice(
+                chance.choice([None, "whole", grid, grid]), chance.random() < 0.2
+            )
 
         smallest = [
             min(n) for n in zip(*(p.lengths for p in outline.parts if p.tiled), strict=True)

@@ -138,5 +138,16 @@ def test_axes_per_argument_as_in_vmap():
 
 
 def test_not_a_function():
-    with pytest.raises(TilingError, match="callable"):
-        jaxtile.checkpoint(3, in_axes=((1, 2),), tiles=(2, 2))
+    options = {"in_axes": ((1, 2),)}
+    for refused in (
+        lambda: jaxtile.checkpoint(3, **options),
+        lambda: jaxtile.nn.checkpoint(3, **options),
+        lambda: jaxtile.explain(3, IMAGE, **options),
+        lambda: jaxtile.plan(3, IMAGE, budget="1GiB", **options),
+        lambda: jaxtile.policy.outline(3, IMAGE, **options),
+        lambda: jaxtile.stream(3, **options, tiles=(2, 2)),
+        lambda: jaxtile.memory(3, IMAGE),
+        lambda: jaxtile.operations(3, IMAGE),
+    ):
+        with pytest.raises(TypeError, match=r"`fun` \(=3\) must be callable"):
+            refused()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxtile._rules import _convolve, _max_pool
+from jaxtile._rules import convolve, max_pool
 
 from .support import normal
 
@@ -41,7 +41,7 @@ def test_gradient_of_a_pool(window, stride, padding, start, combine):
     def both(x):
         y, pull = jax.vjp(pool, x)
         cotangent = jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)
-        return pull(cotangent)[0], _max_pool._summed(primitive, params, x, cotangent)
+        return pull(cotangent)[0], max_pool._summed(primitive, params, x, cotangent)
 
     expected, found = both(x)
     assert jnp.abs(expected).max() > 0
@@ -65,8 +65,8 @@ def test_gradient_of_a_transposed_convolution(kernel, dilation, padding):
         )
 
     _, params = params_of(conv, x, w)
-    assert _convolve._is_transposed(params)
+    assert convolve._is_transposed(params)
     y, pull = jax.vjp(lambda w: conv(x, w), w)
     cotangent = jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)
-    found = _convolve._of_strided_kernel(params, x, w, cotangent)
+    found = convolve._of_strided_kernel(params, x, w, cotangent)
     assert jnp.abs(found - pull(cotangent)[0]).max() < 1e-11

@@ -8,8 +8,10 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
-from jaxtile import _hlo, _memory, compiled_bytes, estimate_memory
-from jaxtile._memory import memory
+from jaxtile import compiled_bytes
+from jaxtile._memory import hlo, report
+from jaxtile._memory.estimate import estimate_memory
+from jaxtile._memory.report import memory
 
 from .reference_models import shape
 from .support import conv
@@ -143,9 +145,9 @@ def test_the_schedule_explains_the_compiled_bytes():
     tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(4, 4))
     for fun in (network, tiled):
         executable = jax.jit(training(fun)).lower(*shapes()).compile()
-        program = _hlo.read(executable.as_text())
+        program = hlo.read(executable.as_text())
         assert program.unread == 0
-        held = sum(b.leaf.bytes for b in _hlo.held(program))
+        held = sum(b.leaf.bytes for b in hlo.held(program))
         assert held == pytest.approx(executable.memory_analysis().temp_size_in_bytes, rel=0.05)
 
 
@@ -173,10 +175,10 @@ ENTRY %main (a: f32[4,4]) -> f32[4,4] {
 
 
 def test_reading_a_gpu_program():
-    program = _hlo.read(GPU)
-    assert _hlo.counts(program) == _hlo.Counts(convolutions=1, loops=1, chains=0)
+    program = hlo.read(GPU)
+    assert hlo.counts(program) == hlo.Counts(convolutions=1, loops=1, chains=0)
     # The convolution's result is the loop's carry and the output; its scratch is freed before.
-    assert sum(b.leaf.bytes for b in _hlo.held(program)) == 4 * 4 * 8 * 4
+    assert sum(b.leaf.bytes for b in hlo.held(program)) == 4 * 4 * 8 * 4
 
 
 def test_what_cannot_be_read_is_said():
@@ -184,12 +186,12 @@ def test_what_cannot_be_read_is_said():
         raise NotImplementedError("no analysis here")
 
     nothing = types.SimpleNamespace(memory_analysis=broken, as_text=lambda: "no program")
-    found, missing = _memory._read_compiled(nothing)
+    found, missing = report._read_compiled(nothing)
     assert found.bytes is None
     assert found.convolutions is None
     assert "no analysis here" in missing[0]
     assert len(missing) == 2
-    assert _hlo.read("ENTRY %main () -> f32[] {\n  %x = what is this\n}") is None
+    assert hlo.read("ENTRY %main () -> f32[] {\n  %x = what is this\n}") is None
 
 
 def test_observed_peak(monkeypatch):
@@ -201,7 +203,7 @@ def test_observed_peak(monkeypatch):
 
     def observe(fun, *numbers):
         peaks[:] = numbers
-        return _memory._observe(fun, (jnp.ones(3),), {}, donates=False)
+        return report._observe(fun, (jnp.ones(3),), {}, donates=False)
 
     assert observe(jnp.sin, 100, 300) == (300, "")
     peak, reason = observe(jnp.sin, 300, 300)

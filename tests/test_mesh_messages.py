@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtile
 from jaxtile._geometry import Window
-from jaxtile._mesh import Blocks, Halo
+from jaxtile._mesh.halos import Blocks, Halo
 
 from .meshes import AXES, WEIGHTS, devices, on, sharded
 from .support import assert_close, conv, max_pool, normal

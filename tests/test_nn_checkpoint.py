@@ -300,7 +300,7 @@ def test_plain_checkpoint_refuses_what_it_would_lose(name):
     for run in (
         lambda: jaxtile.checkpoint(fun, in_axes=(None, MAP), tiles=TILES)(Full(), IMAGE),
         lambda: jaxtile.explain(fun, Full(), IMAGE, in_axes=(None, MAP), tiles=TILES),
-        lambda: jaxtile.outline(fun, Full(), IMAGE, in_axes=(None, MAP)),
+        lambda: jaxtile.policy.outline(fun, Full(), IMAGE, in_axes=(None, MAP)),
     ):
         with pytest.raises(TilingError, match=f"{changed}.*jaxtile.nn.checkpoint"):
             run()

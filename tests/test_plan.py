@@ -18,11 +18,11 @@ import jaxtile
 import jaxtile.nn
 import policies
 from experiments.measuring.problems import problem, shape_of
-from policies._costs import BUILT_IN, built_in_for_another
-from policies._model import Model
-from policies._planner import default_step
-from policies._search import _named, portfolio
-from policies._solver import fastest, smallest
+from jaxtile._plan.costs import BUILT_IN, built_in_for_another
+from jaxtile._plan.model import Model
+from jaxtile._plan.planner import default_step
+from jaxtile._plan.search import _named, portfolio
+from jaxtile._plan.solver import fastest, smallest
 
 from .random_networks import CHANNELS, Network
 from .support import assert_close, assert_same, conv, normal
@@ -332,7 +332,7 @@ def test_explained():
 
 @pytest.mark.parametrize("text", ["store_all", "store_convs", "sqrt", "tiled:4x4"])
 def test_stages_of_a_policy_have_their_own_figures(text):
-    outline = jaxtile.outline(network, WEIGHTS, IMAGE, in_axes=AXES)
+    outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=AXES)
     found = _named(Model(outline, BUILT_IN["gpu"]), text)
     assert found.seconds == pytest.approx(sum(s.seconds for s in found.stages))
     assert all(s.seconds > 0 and s.working_bytes > 0 for s in found.stages)
@@ -356,7 +356,7 @@ def reference(name: str):
 @functools.cache
 def reference_model(name: str) -> Model:
     found = reference(name)
-    outline = jaxtile.outline(found.loss, *found.arguments, in_axes=found.in_axes)
+    outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
     return Model(outline, BUILT_IN["gpu"], offload=True)
 
 
@@ -379,7 +379,7 @@ def test_never_slower_than_the_catalogue_and_monotone(name):
 
 def test_an_axis_of_one_position():
     """A batch of one whose axis is tiled: no grid has tiles along it."""
-    outline = jaxtile.outline(network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)))
+    outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)))
     model = Model(outline, BUILT_IN["cpu"])
     assert model.grids
     assert all(grid[0] == 1 and min(grid) > 0 for grid in model.grids)
@@ -400,7 +400,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
 
     weights = [*WEIGHTS, jax.ShapeDtypeStruct((16, 16, WEIGHTS[-1].shape[-1], 8), "float64")]
     images = jax.ShapeDtypeStruct((8, 16, 16, WEIGHTS[0].shape[2]), "float64")
-    outline = jaxtile.outline(fun, weights, images, in_axes=(None, (0, 1, 2)))
+    outline = jaxtile.policy.outline(fun, weights, images, in_axes=(None, (0, 1, 2)))
     model = Model(outline, BUILT_IN["cpu"])
     plain, tiled = (
         model.estimate(policies.resolve(text).choose(outline))
@@ -415,7 +415,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
 
 def test_norms_need_not_all_be_stored():
     """Between storing what each norm reads and recomputing all for each, there is something."""
-    outline = jaxtile.outline(normed, WEIGHTS, IMAGE, in_axes=AXES)
+    outline = jaxtile.policy.outline(normed, WEIGHTS, IMAGE, in_axes=AXES)
     tables = Model(outline, BUILT_IN["cpu"]).stretches()
     assert any(part.awaits >= 0 for part in outline.parts)
     last = len(tables.cuts) - 1
@@ -427,7 +427,7 @@ def test_against_an_integer_programme_on_a_graph():
     def small(weights, x):
         return network(weights[:3], x)
 
-    outline = jaxtile.outline(small, WEIGHTS, IMAGE, in_axes=AXES)
+    outline = jaxtile.policy.outline(small, WEIGHTS, IMAGE, in_axes=AXES)
     tables = Model(outline, BUILT_IN["gpu"], offload=True).stretches()
     lowest, highest = smallest(tables).peak, tables.peak[0, 0, -1]
     for i in range(8):
@@ -521,7 +521,7 @@ def test_what_is_part_of_another_kernel_takes_no_time():
         return checkpoint_name(((wide - mean) * scale).astype(x.dtype), "norm").sum()
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, 3, 4, 4), (1, 256, 256, 4)))
-    model = Model(jaxtile.outline(fun, w, x, in_axes=AXES), BUILT_IN["gpu"])
+    model = Model(jaxtile.policy.outline(fun, w, x, in_axes=AXES), BUILT_IN["gpu"])
     kernels = {p.name for p, own in zip(model.outline.parts, model.starts, strict=True) if own}
     kinds = {p.name: p.operation.kind for p in model.outline.parts}
     assert sorted(kinds[name] for name in kernels) == [
@@ -543,10 +543,10 @@ def test_every_loop_of_a_stretch_has_cotangents_of_what_it_reads():
 
     class Policy:
         def choose(self, outline):
-            return {"first": jaxtile.Choice(None), ...: jaxtile.Choice((8, 8))}
+            return {"first": jaxtile.policy.Choice(None), ...: jaxtile.policy.Choice((8, 8))}
 
     x = jax.ShapeDtypeStruct((1, 256, 256, 4), IMAGE.dtype)
-    outline = jaxtile.outline(fun, WEIGHTS, x, in_axes=AXES)
+    outline = jaxtile.policy.outline(fun, WEIGHTS, x, in_axes=AXES)
     peak = Model(outline, BUILT_IN["cpu"]).estimate(Policy().choose(outline)).peak
     tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=Policy())
     step = jax.jit(default_step((WEIGHTS, x), AXES)(tiled))

@@ -1,5 +1,8 @@
 """The catalogue of policies, by name and by what they store."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +12,7 @@ import jaxtile
 import policies
 
 from . import reference_models as reference
-from .support import assert_same, conv, normal
+from .support import assert_close, assert_same, conv, normal
 
 IMAGE = normal(0, 1, 16, 12, 3)
 WEIGHTS = [normal(i, 3, 3, 3, 3) for i in range(1, 5)]
@@ -116,9 +119,24 @@ def test_a_name_that_returns_is_stored_each_time():
     assert stored("names:act", repeated) == ["act"] * len(WEIGHTS)
 
 
-def test_a_policy_must_be_resolved():
-    with pytest.raises(jaxtile.TilingError, match=r"policies\.resolve"):
-        jaxtile.checkpoint(named, in_axes=AXES, policy="sqrt")
+def test_a_policy_may_be_a_name():
+    plain, tiled = named, jaxtile.checkpoint(named, in_axes=AXES, policy="sqrt")
+    assert_close(tiled(WEIGHTS, IMAGE), plain(WEIGHTS, IMAGE))
+    resolved = jaxtile.explain(named, WEIGHTS, IMAGE, in_axes=AXES, policy=policies.resolve("sqrt"))
+    assert tiled.explain(WEIGHTS, IMAGE) == resolved
+    assert jaxtile.explain(named, WEIGHTS, IMAGE, in_axes=AXES, policy="sqrt") == resolved
+    with pytest.raises(ValueError, match="did you mean 'sqrt'"):
+        jaxtile.checkpoint(named, in_axes=AXES, policy="sqr")
+    with pytest.raises(jaxtile.TilingError, match=r"`policy` \(=3\) must be the name"):
+        jaxtile.checkpoint(named, in_axes=AXES, policy=3)
+
+
+def test_names_are_found_without_importing_the_catalogue():
+    code = (
+        "import jax, jaxtile; f = jaxtile.checkpoint(jax.numpy.sin, in_axes=(0,), policy='sqrt'); "
+        "import sys; assert 'policies' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_wrong_number_of_axes():

@@ -13,7 +13,7 @@ import jaxtile
 from experiments import scaling
 from experiments.measuring.problems import Problem
 from experiments.scaling import Link, Scaled, scaled, squarest
-from policies._costs import BUILT_IN
+from jaxtile._plan.costs import BUILT_IN
 
 from .meshes import devices, on, sharded
 from .support import conv, max_pool, normal

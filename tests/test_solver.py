@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from policies._model import Stretches
-from policies._solver import Stage, fastest, measured, smallest
+from jaxtile._plan.model import Stretches
+from jaxtile._plan.solver import Stage, fastest, measured, smallest
 
 
 def random_tables(seed: int) -> Stretches:

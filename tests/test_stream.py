@@ -10,7 +10,7 @@ from jax import lax
 import jaxtile
 import models
 from jaxtile import TilingError, ops
-from jaxtile._loop import Loop
+from jaxtile._run.loop import Loop
 
 from .support import assert_close, conv, max_pool, normal
 

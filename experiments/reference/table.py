@@ -30,7 +30,7 @@ def reference(budgets: tuple[str, ...] = ("4GB", "2GB", "1GB", "0.5GB")) -> str:
     """The table: policies on the U-Net, with the bytes of three memory models."""
     found = problem("unet", shape_of("unet"), jnp.float32, abstract=True)
     graph = ForwardGraph.of(jaxtile.operations(found.loss, *found.arguments))
-    outline = jaxtile.outline(found.loss, *found.arguments, in_axes=found.in_axes)
+    outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
     kept = sum(retained(outline.operations).values())
     plain = jaxtile.explain(
         found.loss,

@@ -136,9 +136,9 @@ class Step:
             progress=lambda line: print(line, flush=True),
         )
 
-    def outline(self) -> jaxtile.Outline:
+    def outline(self) -> jaxtile.policy.Outline:
         axes = self.task.in_axes(2)
-        return jaxtile.outline(self.task.loss, *self._loss_arguments, in_axes=axes)
+        return jaxtile.policy.outline(self.task.loss, *self._loss_arguments, in_axes=axes)
 
     @property
     def _loss_arguments(self) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@ With `tiles=(rows, columns)` a layer runs tile by tile by itself; inside `jaxtil
 outer schedule wins.
 """
 
-from ._checkpoint import Pure as Pure
 from ._checkpoint import checkpoint as checkpoint
 from ._checkpoint import explain as explain
 from ._checkpoint import operations as operations

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
-import jax
 from flax import nnx
-from flax.nnx.graphlib import is_graph_node
 
-from .. import _checkpoint, _explain, _operations
-from .._targets import WHOLE
-from .._trace import call_unchanged
+from .._checkpoint import Tiled, within
+from .._errors import check_callable
+from .._explain import Explanation
+from .._graph.operations import Operations
+from .._graph.operations import operations as operations_of_function
+from .._modules import Pure
+from .._regions.regions import Schedule
+from .._regions.targets import WHOLE
+from .._schedule import Options, scheduled, tiled
 
 _TAG = "jaxtile.nn.checkpoint"
 
@@ -24,9 +26,10 @@ def checkpoint(
     in_axes: Any,
     tiles: Any = WHOLE,
     policy: Any = None,
+    budget: int | str | None = None,
     mesh: Any = None,
     mesh_axes: Any = None,
-) -> Callable[..., Any]:
+) -> Tiled:
     """`jaxtile.checkpoint` of a function of NNX modules, as `nnx.remat` is of `jax.checkpoint`.
 
     What the function changes in its modules (running statistics, counts of random numbers) is
@@ -45,19 +48,22 @@ def checkpoint(
     (3, 3, 3, 2)
     """
 
-    @functools.wraps(fun)
-    def tiled(*args: Any, **kwargs: Any) -> Any:
+    check_callable(fun)
+    options = Options(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
             pure = Pure(fun, args, kwargs, _TAG)
-            run = _checkpoint.checkpoint(
-                pure, in_axes=in_axes, tiles=tiles, policy=policy, mesh=mesh, mesh_axes=mesh_axes
-            )
-            return pure.update(*run(*pure.args, **pure.kwargs))
+            return pure.update(*tiled(pure, options)(*pure.args, **pure.kwargs))
 
-    return tiled
+    def schedule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+        pure = Pure(fun, args, kwargs)
+        return scheduled(pure, pure.args, pure.kwargs, options)[0]
+
+    return Tiled(fun, run, schedule)
 
 
-def explain(fun: Callable[..., Any], *args: Any, in_axes: Any, **options: Any) -> Any:
+def explain(fun: Callable[..., Any], *args: Any, in_axes: Any, **options: Any) -> Explanation:
     """`jaxtile.explain` of what `checkpoint` does, for a function of NNX modules.
 
     >>> import jax.numpy as jnp
@@ -68,11 +74,10 @@ def explain(fun: Callable[..., Any], *args: Any, in_axes: Any, **options: Any) -
     >>> [region.grid for region in found.regions]
     [(4, 4), (4, 4)]
     """
-    pure = Pure(fun, args, {})
-    return _explain.explain(pure, *pure.args, in_axes=in_axes, **options)
+    return checkpoint(fun, in_axes=in_axes, **options).explain(*args)
 
 
-def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> _operations.Operations:
+def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Operations:
     """`jaxtile.operations` of a function of NNX modules, which it leaves as they are.
 
     >>> import jax.numpy as jnp
@@ -83,94 +88,4 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> _operation
     13824
     """
     pure = Pure(fun, args, kwargs)
-    return _operations.operations(pure.outputs, *pure.args, **pure.kwargs)
-
-
-class Pure:
-    """A function of modules as a function of their states.
-
-    It returns what the function returns, and the leaves of the states that it changed. The states
-    stand where the modules stood, so `in_axes` stays what it was; a module or variable that comes
-    again has nothing in its state there. To write the changes into the modules, give the tag of an
-    `nnx.update_context`, which knows what is what inside and outside, and call `update` in it.
-    """
-
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tag: Hashable | None = None,
-    ):
-        functools.update_wrapper(self, fun, updated=())
-        self.fun, self.tag = fun, tag
-        self.given, (self.args, self.kwargs) = _split((args, kwargs), tag)
-        self.modules = self.given.nodes((args, kwargs))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, list[jax.Array]]:
-        position = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves((args, kwargs)))}
-        inner_args, inner_kwargs = self.given.merge((args, kwargs), self.tag, inner=True)
-        modules = self.given.nodes((inner_args, inner_kwargs))
-        before = nnx.graphdef(modules, graph=True)
-        out = call_unchanged(self.fun, inner_args, inner_kwargs, is_leaf=is_graph_node)
-        restructured = nnx.graphdef(modules, graph=True) != before
-        self.returned, (states, pure_out) = _split((modules, out), self.tag)
-        leaves, self.states = jax.tree.flatten(states)
-        given, given_states = jax.tree.flatten(self.given.nodes((args, kwargs)))
-        self.as_they_were = (
-            not restructured
-            and self.states == given_states
-            and all(a is b for a, b in zip(given, leaves, strict=True))
-            and len(self.returned.graphdefs) == len(modules)
-        )
-        # A leaf that is an argument, as nearly all are, need not be a result.
-        self.kept = [position.get(id(leaf)) for leaf in leaves]
-        changed = [leaf for leaf, i in zip(leaves, self.kept, strict=True) if i is None]
-        return pure_out, changed
-
-    def outputs(self, *args: Any, **kwargs: Any) -> Any:
-        return self(*args, **kwargs)[0]
-
-    def update(self, out: Any, changed: list[jax.Array]) -> Any:
-        """Write the changes into the modules; and the result, with modules in it again."""
-        if self.as_they_were:
-            return out
-        given, new = jax.tree.leaves((self.args, self.kwargs)), iter(changed)
-        leaves = [next(new) if i is None else given[i] for i in self.kept]
-        states = jax.tree.unflatten(self.states, leaves)
-        # A variable of an outer trace must not change. To write it as it is raises before NNX
-        # takes the modules to pieces.
-        for _, x in nnx.iter_graph(self.modules, graph=True):
-            if isinstance(x, nnx.Variable):
-                x.set_raw_value(x.get_raw_value())
-        return self.returned.merge((states, out), self.tag, inner=False)[1]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Split:
-    """How a pytree with modules and variables in it was split into a pytree of their states."""
-
-    tree: Any
-    graphdefs: dict[int, nnx.GraphDef]
-    """By position in the tree, of which modules and variables are leaves."""
-
-    def nodes(self, pytree: Any) -> list[Any]:
-        flat = self.tree.flatten_up_to(pytree)
-        return [flat[i] for i in self.graphdefs]
-
-    def merge(self, pytree: Any, tag: Hashable | None, inner: bool) -> Any:
-        flat = self.tree.flatten_up_to(pytree)
-        with nnx.merge_context(tag, inner) as context:
-            for i, graphdef in self.graphdefs.items():
-                flat[i] = context.merge(graphdef, flat[i])
-        return jax.tree.unflatten(self.tree, flat)
-
-
-def _split(pytree: Any, tag: Hashable | None) -> tuple[_Split, Any]:
-    flat, tree = jax.tree.flatten(pytree, is_leaf=is_graph_node)
-    graphdefs = {}
-    with nnx.split_context(tag) as context:
-        for i, x in enumerate(flat):
-            if is_graph_node(x):
-                graphdefs[i], flat[i] = context.split(x)
-    return _Split(tree, graphdefs), jax.tree.unflatten(tree, flat)
+    return operations_of_function(pure.outputs, *pure.args, **pure.kwargs)

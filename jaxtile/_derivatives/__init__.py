@@ -1,0 +1,9 @@
+"""Functions with derivative rules of their own: `custom_jvp` and `custom_vjp`.
+
+Importing this room enters their rules into the table of `jaxtile._rules`, as the rules' own files
+do. It is a room apart because these rules look inside a function, and so stand on the graph and on
+the tile. Read `calls` (the rules), `call_tile` (what a tile computes), `linear` (the proof that a
+backward rule may run on a tile's share) and `guard` (what must not be differentiated).
+"""
+
+from . import calls as calls

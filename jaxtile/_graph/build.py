@@ -1,0 +1,405 @@
+"""From a traced function to a graph whose values know which of their dimensions are tiled.
+
+The builder walks a jaxpr once, forwards. Calls (`jit`, `remat`, ...) are looked through; a `scan`
+over tiled values is unrolled. For every equation that touches a tiled value it asks the primitive's
+rule for the axes of the outputs. An untiled operand that is combined position by position with a
+tiled one is *promoted*: evaluated window by window if its own rule allows (an `iota`, a broadcast,
+random bits, a cast of those), otherwise computed whole, once, and read by window.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+from jax.extend.core.primitives import reshape_p
+
+from .. import _rules as rules
+from .._errors import Mixes, TilingError, describe, user_line
+from .._rules import Axes, Equation, Reduction, tiled, untiled
+from .inline import plain_call
+from .values import Graph, Node, Value, constant
+
+_IDENTITIES = ("optimization_barrier", "sharding_constraint", "device_put")
+
+SAVE, OFFLOAD, RECOMPUTE = "save", "offload", "recompute"
+
+Policy = Callable[..., Any]
+"""As `jax.checkpoint` takes it."""
+
+
+def build(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    in_axes: Sequence[Axes],
+    policy: Policy | None = None,
+    look_through: Callable[[Any], Any] = plain_call,
+    names: Sequence[str] | None = None,
+    store_mixed: bool = False,
+) -> Graph:
+    """The graph of a jaxpr whose arguments carry `in_axes`.
+
+    `look_through`: the jaxpr that an equation calls, if it is to be inlined. `store_mixed`: what
+    cannot be tiled is no error; its operands are stored, and it runs once, untiled.
+    """
+    builder = _Builder(policy, look_through, store_mixed)
+    names = names or [None] * len(jaxpr.invars)
+    arguments = [
+        Value(var.aval, axes, name=name)
+        for var, axes, name in zip(jaxpr.invars, in_axes, names, strict=True)
+    ]
+    outputs = builder.walk(jaxpr, _known(consts), arguments)
+    for value in outputs:
+        value.array.stored = value.array.is_output = True
+    return Graph(arguments, outputs, builder.nodes)
+
+
+def build_inside(
+    closed: Any, in_axes: Sequence[Axes], out_axes: Sequence[Axes] | None = None
+) -> Graph:
+    """The graph of a jaxpr that is evaluated inside a tile: a function with a derivative rule, or
+    that rule.
+
+    Nothing in it can be stored. Its results carry `out_axes`, if they are given.
+    """
+    builder = _Builder(inside=True)
+    arguments = [Value(v.aval, axes) for v, axes in zip(closed.jaxpr.invars, in_axes, strict=True)]
+    outputs = builder.walk(closed.jaxpr, _known(closed.consts), arguments)
+    if out_axes is not None:
+        outputs = [builder.promote(v, a) for v, a in zip(outputs, out_axes, strict=True)]
+    return Graph(arguments, outputs, builder.nodes)
+
+
+class _Builder:
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        look_through: Callable[[Any], Any] = plain_call,
+        store_mixed: bool = False,
+        inside: bool = False,
+    ):
+        self.policy = policy
+        self.look_through = look_through
+        self.store_mixed = store_mixed
+        self.inside = inside
+        self.calls: list[Any] = []
+        self.nodes: list[Node] = []
+        self._promoted: dict[tuple[Value, Axes], Value] = {}
+
+    def walk(
+        self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]
+    ) -> list[Value]:
+        env: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
+        env.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(var: Any) -> Value:
+            if isinstance(var, Literal):
+                return Value(var.aval, (None,) * np.ndim(var.val), known=var.val)
+            return env[var]
+
+        for eqn in _live(jaxpr):
+            outputs = self._equation(eqn, [read(v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
+        name = eqn.primitive.name
+        inner = self.look_through(eqn)
+        if inner is not None:
+            self.calls.append(eqn.source_info)
+            outputs = self.walk(
+                getattr(inner, "jaxpr", inner), _known(getattr(inner, "consts", ())), inputs
+            )
+            self.calls.pop()
+            return outputs
+        if name in _IDENTITIES and any(v.tiled for v in inputs):
+            return inputs
+        if name == "scan" and any(v.tiled for v in inputs):
+            return self._unroll(eqn, inputs)
+        equation = Equation(
+            primitive=eqn.primitive,
+            params=eqn.params,
+            in_avals=tuple(v.aval for v in inputs),
+            in_axes=tuple(v.axes for v in inputs),
+            out_avals=tuple(v.aval for v in eqn.outvars),
+            constant=_constants(inputs),
+            source_infos=(eqn.source_info, *self.calls[::-1]),
+            effects=eqn.effects,
+            inside=self.inside,
+        )
+        if not any(v.tiled for v in inputs):
+            return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
+        if name == "name" and inputs[0].available:
+            # A name for an array that is held anyway stores nothing new; if the policy saves it, it
+            # may be mixed freely.
+            self._store(inputs[0].array, self._decision(eqn))
+            return inputs
+        rule = rules.find(eqn.primitive)
+        try:
+            if rule is None:
+                raise Mixes(f"there is no tiling rule for primitive `{name}`")
+            in_axes, out_axes = rule.axes(equation)
+            given = inputs
+            inputs = [self.promote(v, axes) for v, axes in zip(given, in_axes, strict=True)]
+        except Mixes as refusal:
+            if self.store_mixed:
+                for value in inputs:
+                    value.array.stored |= value.tiled
+            whole = [self._whole(v) for v in inputs]
+            if any(v is None for v in whole):
+                raise refuse(equation, refusal) from None
+            return self._equation(eqn, whole)
+        equation = dataclasses.replace(
+            equation,
+            in_axes=tuple(v.axes for v in inputs),
+            out_axes=tuple(out_axes),
+            constant=_constants(inputs),
+        )
+        if not self.inside and (reason := rule.runs_whole(equation)) is not None:
+            return self._run_whole(equation, given, reason)
+        reduction = rule.reduction(equation)
+        outputs = self._add(equation, inputs, out_axes, reduction)
+        decision = self._decision(eqn)
+        for value in outputs:
+            self._store(value, decision)
+        if reduction is None and not any(v.tiled for v in outputs):
+            # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an
+            # array that is small.
+            for value in inputs:
+                value.array.stored |= not value.available
+        return [_without_elements(v) if v.tiled and 0 in v.aval.shape else v for v in outputs]
+
+    def _run_whole(self, equation: Equation, inputs: Sequence[Value], reason: str) -> list[Value]:
+        """An equation that runs once, on whole arrays, and whose results are read by window."""
+        for value in inputs:
+            value.array.stored |= not value.available
+        whole = [self._view(v, untiled(v.aval)) if v.tiled else v for v in inputs]
+        untiled_equation = dataclasses.replace(
+            equation, in_axes=tuple(v.axes for v in whole), constant=_constants(whole)
+        )
+        outputs = self._add(
+            untiled_equation, whole, [untiled(a) for a in equation.out_avals], None, reason
+        )
+        return [
+            self._view(v, axes) if tiled(axes) else v
+            for v, axes in zip(outputs, equation.out_axes, strict=True)
+        ]
+
+    def _add(
+        self,
+        equation: Equation,
+        inputs,
+        out_axes,
+        reduction: Reduction | None,
+        runs_whole: str | None = None,
+    ) -> tuple[Value, ...]:
+        node = Node(
+            dataclasses.replace(equation, out_axes=tuple(out_axes)),
+            tuple(inputs),
+            reduction=reduction,
+            runs_whole=runs_whole,
+        )
+        name = equation.params.get("name") if equation.primitive.name == "name" else None
+        node.outputs = tuple(
+            Value(aval, tuple(axes), node=node, name=name)
+            for aval, axes in zip(equation.out_avals, out_axes, strict=True)
+        )
+        self.nodes.append(node)
+        return node.outputs
+
+    def _decision(self, eqn: Any) -> str:
+        """What the policy does with this equation's outputs."""
+        if self.policy is None:
+            return RECOMPUTE
+        decision = self.policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+        if isinstance(decision, bool):
+            return SAVE if decision else RECOMPUTE
+        return {"Offloadable": OFFLOAD, "SaveableType": SAVE}.get(
+            type(decision).__name__, RECOMPUTE
+        )
+
+    @staticmethod
+    def _store(value: Value, decision: str) -> None:
+        if value.tiled and 0 not in value.aval.shape:
+            value.stored |= decision is not RECOMPUTE
+            value.offloaded |= decision is OFFLOAD
+
+    def promote(self, value: Value, axes: Axes) -> Value:
+        """The same value, carrying more axes.
+
+        Computed window by window if that is cheap, else read by window.
+        """
+        axes = tuple(axes)
+        value = self._unlabelled(value, axes)
+        if value.axes == axes:
+            return value
+        if any(
+            have is not None and have != want for have, want in zip(value.axes, axes, strict=True)
+        ):
+            raise Mixes(
+                f"an array {describe(value.aval, value.axes)} is used as "
+                f"{describe(value.aval, axes)}"
+            )
+        key = (value, axes)
+        if key not in self._promoted:
+            self._promoted[key] = self._promote(value, axes)
+        return self._promoted[key]
+
+    def _promote(self, value: Value, axes: Axes) -> Value:
+        node = value.node
+        if (
+            node is not None
+            and node.reduction is None
+            and len({v.aval.shape for v in node.outputs}) == 1
+            and not value.stored
+        ):
+            rule = rules.find(node.equation.primitive)
+            in_axes = rule.promote(node.equation, axes) if rule is not None else None
+            if in_axes is not None:
+                inputs = [self.promote(v, a) for v, a in zip(node.inputs, in_axes, strict=True)]
+                equation = dataclasses.replace(
+                    node.equation,
+                    in_axes=tuple(v.axes for v in inputs),
+                    constant=_constants(inputs),
+                )
+                outputs = self._add(equation, inputs, [axes] * len(node.outputs), None)
+                self._promoted.update(
+                    ((v, axes), promoted) for v, promoted in zip(node.outputs, outputs, strict=True)
+                )
+                return outputs[node.outputs.index(value)]
+        if not value.available:
+            raise Mixes(
+                f"an array {describe(value.aval, value.axes)} is needed along a further tiled axis",
+                "name it with `checkpoint_name` and save that name in `policy`",
+            )
+        return self._view(value, axes)
+
+    def _whole(self, value: Value) -> Value | None:
+        """The value as a global one, if it follows cheaply from what the policy stores.
+
+        What is stored is held whole by the user's choice; equations that mix its positions may then
+        run once, untiled.
+        """
+        if not value.tiled:
+            return value
+        if value.array.stored or not value.array.tiled:
+            return self._view(value, untiled(value.aval))
+        node = value.node
+        if node is None or node.reduction is not None or len(node.outputs) != 1:
+            return None
+        cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
+        if not cheap:
+            return None
+        inputs = [self._whole(v) for v in node.inputs]
+        if any(v is None for v in inputs):
+            return None
+        equation = dataclasses.replace(
+            node.equation, in_axes=tuple(untiled(v.aval) for v in inputs)
+        )
+        return self._add(equation, inputs, [untiled(value.aval)], None)[0]
+
+    def _unlabelled(self, value: Value, wanted: Axes) -> Value:
+        """Drop unwanted axes from dimensions of size 1: there is only one position to be at."""
+        axes = tuple(
+            None if n == 1 and have != want else have
+            for n, have, want in zip(value.aval.shape, value.axes, wanted, strict=True)
+        )
+        if axes == value.axes:
+            return value
+        equation = Equation(
+            primitive=reshape_p,
+            params={"new_sizes": value.aval.shape, "dimensions": None, "sharding": None},
+            in_avals=(value.aval,),
+            in_axes=(value.axes,),
+            out_avals=(value.aval,),
+        )
+        if not any(a is not None for a in axes):
+            # The equation runs once, on an array that is small.
+            value.array.stored |= not value.available
+        return self._add(equation, [value], [axes], None)[0]
+
+    @staticmethod
+    def _view(value: Value, axes: Axes) -> Value:
+        return Value(value.aval, axes, base=value.array, known=value.known)
+
+    def _unroll(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+        """A `scan` over tiled values (equal layers, say), one iteration after the other."""
+        params, body = eqn.params, eqn.params["jaxpr"]
+        if "ft_in" in params:  # from jax 0.12 on
+            n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
+        else:
+            n_consts, n_carry = params["num_consts"], params["num_carry"]
+        consts, carry, xs = (
+            inputs[:n_consts],
+            inputs[n_consts : n_consts + n_carry],
+            inputs[n_consts + n_carry :],
+        )
+        steps = range(params["length"])
+        collected: list[list[Value]] = []
+        for i in reversed(steps) if params["reverse"] else steps:
+            items = [self._call(lambda x, i=i: x[i], [x]) for x in xs]
+            out = self.walk(body.jaxpr, _known(body.consts), [*consts, *carry, *items])
+            carry = out[:n_carry]
+            collected.append(out[n_carry:])
+        if params["reverse"]:
+            collected.reverse()
+        stacked = [
+            self._call(
+                lambda *parts, aval=var.aval: (
+                    jax.numpy.stack(parts) if parts else jax.numpy.zeros(aval.shape, aval.dtype)
+                ),
+                parts,
+            )
+            for var, *parts in zip(eqn.outvars[n_carry:], *collected, strict=True)
+        ]
+        return [*carry, *stacked]
+
+    def _call(self, fun: Callable[..., Any], inputs: list[Value]) -> Value:
+        closed = jax.make_jaxpr(fun)(
+            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs)
+        )
+        return self.walk(closed.jaxpr, [], inputs)[0]
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """The equations that an output depends on, or that have an effect."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return live[::-1]
+
+
+def _without_elements(value: Value) -> Value:
+    """An array without elements is a constant: there is nothing to tile, and nothing to store."""
+    return Value(
+        value.aval, untiled(value.aval), known=np.zeros(value.aval.shape, value.aval.dtype)
+    )
+
+
+def _known(consts: Sequence[Any]) -> list[Value]:
+    return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
+
+
+def _constants(inputs: Sequence[Value]) -> Callable[[int], np.ndarray | None]:
+    return lambda i: constant(inputs[i])
+
+
+def refuse(equation: Equation, refusal: Mixes) -> TilingError:
+    """A `TilingError` that says which primitive, where, on what shapes, why, and what to do."""
+    shapes = ", ".join(
+        describe(a, axes) for a, axes in zip(equation.in_avals, equation.in_axes, strict=True)
+    )
+    advice = refusal.advice or "apply it outside `jaxtile.checkpoint`"
+    return TilingError(
+        f"cannot tile `{equation.primitive.name}` at {user_line(*equation.source_infos)}: "
+        f"{refusal.reason}. Its operands are {shapes} (* marks a tiled dimension). What to do: "
+        f"{advice}; or name its operands with `jax.ad_checkpoint.checkpoint_name` and save those "
+        "names in `policy`: what is stored whole may be mixed freely."
+    )

@@ -1,0 +1,251 @@
+"""Trace a function, and find which axes of its arguments are tiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._errors import TilingError, check_callable, describe
+from .._rules import Axes, untiled
+
+# True while a function is traced for tiling. A `checkpoint` inside another one then steps aside:
+# the outermost schedule wins. Being a JAX context, it is part of the key of every `jit` cache, so a
+# jitted inner function is traced anew.
+inside = jax.make_user_context(False)
+
+
+_ended: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The traces that functions were traced in. An array of one of them is gone when it has ended."""
+
+
+def is_gone(tracer: jax.core.Tracer) -> bool:
+    """Was it made inside a function that has been traced?"""
+    return tracer._trace in _ended
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function of flat arguments, and how they are tiled."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    arguments: list[Any]
+    names: list[str]
+    in_axes: list[Axes]
+    rank: int
+    """The number of tiled axes."""
+    out_tree: Any
+
+
+def trace(fun, args, kwargs, in_axes) -> Traced:
+    check_callable(fun)
+    flat, in_tree = jax.tree.flatten((args, kwargs))
+    names = argument_names(fun, args, kwargs)
+    refuse_references(zip(names, flat, strict=True))
+    axes, rank = flat_axes(in_axes, args, kwargs, flat)
+
+    def flat_fun(*leaves):
+        _ended.update(leaf._trace for leaf in leaves if isinstance(leaf, jax.core.Tracer))
+        call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
+        return call_unchanged(fun, call_args, call_kwargs)
+
+    with inside(True):
+        try:
+            closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
+        except TypeError as error:
+            if "incompatible shapes" not in str(error):
+                raise
+            tiled = [
+                f"{name} {describe(jax.typeof(leaf), labels)}"
+                for name, leaf, labels in zip(names, flat, axes, strict=True)
+                if any(a is not None for a in labels)
+            ]
+            raise TilingError(
+                f"{error}. The tiled arguments are {', '.join(tiled)} (* marks a tiled dimension): "
+                "arrays that meet position by position must have equal sizes; resize or crop one"
+            ) from error
+    refuse_references((f"constant {i}", x) for i, x in enumerate(closed.consts))
+    out_tree = jax.tree.structure(out_shape)
+    return Traced(closed.jaxpr, closed.consts, flat, names, axes, rank, out_tree)
+
+
+def refuse_references(values: Iterable[tuple[str, Any]]) -> None:
+    for name, value in values:
+        kind = jax.typeof(value)
+        if isinstance(value, jax.Ref) or not hasattr(kind, "shape"):
+            raise TilingError(
+                f"{name} of the function is a mutable array ({kind}): tiles have no order in which "
+                "it could be read and written; give its value, and return the new one (an NNX "
+                "variable: make it without `ref` and `hijax`)"
+            )
+
+
+def call_unchanged(fun, args, kwargs, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
+    """Call `fun`, and refuse if it changes its arguments in place: these are copies.
+
+    Only the states of NNX modules may change: they are values. `nnx.merge` makes modules that share
+    variables with them, so a merged module writes into the state that it was made of; the function
+    returns what is wanted of that.
+    """
+
+    def is_whole(x: Any) -> bool:
+        nnx = sys.modules.get("flax.nnx")
+        return is_leaf(x) or (nnx is not None and isinstance(x, nnx.State))
+
+    def flatten(x: Any) -> tuple[list[Any], Any]:
+        return jax.tree.flatten_with_path(x, is_leaf=is_whole)
+
+    def changes(name: str, x: Any, before: tuple[list, Any], again: tuple[list, Any]) -> list[str]:
+        try:
+            after = flatten(x)
+        except Exception:  # an object that is used up, as a state of Equinox after `set`
+            return []
+        if before[1] != after[1]:
+            return [name]
+        leaves = zip(before[0], again[0], after[0], strict=True)
+        return [
+            name + jax.tree_util.keystr(p) for (p, a), (_, b), (_, c) in leaves if a is b is not c
+        ]
+
+    arguments = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    names = argument_names(fun, args, kwargs, lambda x: any(x is a for a in arguments))
+    # Twice, because some pytrees compute their leaves: these are other ones each time.
+    before = [(flatten(x), flatten(x)) for x in arguments]
+    out = fun(*args, **kwargs)
+    found = zip(names, arguments, before, strict=True)
+    changed = [change for name, x, twice in found for change in changes(name, x, *twice)]
+    if changed:
+        raise TilingError(
+            f"the function changes its arguments in place: {', '.join(changed)}. This would be "
+            "lost. If they are NNX modules or parts of them, use what has the same name in "
+            "`jaxtile.nn`: `jaxtile.nn.checkpoint`; otherwise copy what you change, and return it"
+        )
+    return out
+
+
+def argument_names(fun, args, kwargs, is_leaf=None) -> list[str]:
+    """What the function calls each flat argument: `image`, `params['conv1']['kernel']`."""
+    parameters: list[str] = []
+    try:
+        signature = inspect.signature(fun)
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            parameters += [f"{name}[{i}]" for i in range(len(value))] if several else [name]
+    except (TypeError, ValueError):
+        pass
+    parameters = parameters[: len(args)]
+    parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_leaf)
+    return [
+        parameters[path[1].idx] + jax.tree_util.keystr(path[2:])
+        if path[0].idx == 0
+        else jax.tree_util.keystr(path[1:])
+        for path, _ in paths
+    ]
+
+
+def flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
+    """Per flat argument, the axis that each dimension carries; and the number of tiled axes."""
+    per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
+    if per_argument and len(args) > 1 and _is_several(in_axes):
+        raise TilingError(
+            f"`in_axes` (={in_axes}) may mean these axes of every argument, or one axis of each of "
+            f"the {len(args)} arguments: write {(tuple(in_axes),) * len(args)}, or "
+            f"{tuple((axis,) for axis in in_axes)}"
+        )
+    if _is_axes(in_axes) and not per_argument:
+        leaves = [in_axes] * len(jax.tree.leaves(args))
+    elif not isinstance(in_axes, tuple | list):
+        raise TilingError(
+            f"`in_axes` (={in_axes!r}) must be a tuple with one entry per argument, as (None, (1, "
+            "2))"
+        )
+    else:
+        prefix = tuple(in_axes)
+        if len(prefix) != len(args):
+            raise TilingError(
+                f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional "
+                "arguments"
+            )
+        leaves = []
+        try:
+            for entry, argument in zip(prefix, args, strict=True):
+                jax.tree.map(
+                    lambda axes, tree: leaves.extend([axes] * len(jax.tree.leaves(tree))),
+                    entry,
+                    argument,
+                    is_leaf=_is_axes,
+                )
+        except ValueError as error:
+            raise TilingError(
+                f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}"
+            ) from None
+    leaves += [None] * (len(flat) - len(leaves))
+    ranks = {len(_as_tuple(entry)) for entry in leaves if entry is not None}
+    if not ranks:
+        raise TilingError(
+            f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, "
+            "as (1, 2)"
+        )
+    if len(ranks) > 1:
+        raise TilingError(
+            f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for "
+            "one that is absent"
+        )
+    return [
+        _labels(in_axes, entry, leaf) for entry, leaf in zip(leaves, flat, strict=True)
+    ], ranks.pop()
+
+
+def _labels(in_axes, entry, leaf) -> Axes:
+    aval = jax.typeof(leaf)
+    labels: list[int | None] = list(untiled(aval))
+    for axis, dim in enumerate(_as_tuple(entry)):
+        if dim is None:
+            continue
+        if not -aval.ndim <= dim < aval.ndim:
+            raise TilingError(
+                f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, "
+                "which has no such axis"
+            )
+        if labels[dim] is not None:
+            raise TilingError(
+                f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} "
+                "twice"
+            )
+        if not aval.shape[dim]:
+            raise TilingError(
+                f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, "
+                "which has no elements"
+            )
+        labels[dim] = axis
+    return tuple(labels)
+
+
+def _as_tuple(entry) -> tuple[int | None, ...]:
+    return (
+        () if entry is None else (entry,) if isinstance(entry, int | np.integer) else tuple(entry)
+    )
+
+
+def _is_several(entry: Any) -> bool:
+    """Axes of one array: all there, and all different."""
+    return all(isinstance(e, int | np.integer) for e in entry) and len({*entry}) == len(entry)
+
+
+def _is_axes(entry: Any) -> bool:
+    """A leaf of `in_axes`: None, an axis, or a tuple of axes."""
+    if entry is None or isinstance(entry, int | np.integer):
+        return True
+    return (
+        isinstance(entry, tuple | list)
+        and any(isinstance(e, int | np.integer) for e in entry)
+        and all(e is None or isinstance(e, int | np.integer) for e in entry)
+    )

@@ -1,0 +1,140 @@
+"""The graph's parts: arrays that know which of their dimensions are tiled, and equations.
+
+Three kinds of values are kept apart. *Tiled*: some dimension carries a tiled axis. *Global*: none
+does. *Available*: held as a whole array, because it is an argument, a constant, stored by the
+policy, an output, global, or a reduction's result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _rules as rules
+from .._errors import describe
+from .._rules import Axes, Equation, Reduction, tiled
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Value:
+    """One array of the traced function.
+
+    A view has a `base`: the same array, with its dimensions labelled otherwise. A constant is
+    `known`.
+    """
+
+    aval: Any
+    axes: Axes
+    node: Node | None = None
+    base: Value | None = None
+    known: Any = None
+    stored: bool = False
+    offloaded: bool = False
+    """Stored in host memory, from the forward to the backward pass."""
+    is_output: bool = False
+    name: str | None = None
+    """Given by the user with `checkpoint_name`; for an argument, what the function calls it."""
+
+    def __repr__(self) -> str:
+        source = "argument" if self.node is None else self.node.equation.primitive.name
+        return f"Value({self.name or source}: {describe(self.aval, self.axes)})"
+
+    @property
+    def tiled(self) -> bool:
+        return tiled(self.axes)
+
+    @property
+    def array(self) -> Value:
+        """The value whose whole array this one is, or is a view of."""
+        return self if self.base is None else self.base
+
+    @property
+    def available(self) -> bool:
+        value = self.array
+        return (
+            not value.tiled
+            or value.stored
+            or value.node is None
+            or value.node.reduction is not None
+        )
+
+    @property
+    def concrete(self) -> bool:
+        """Is this a constant, and not a traced value that the function closes over?"""
+        return self.known is not None and not isinstance(self.known, jax.core.Tracer)
+
+    @property
+    def bytes(self) -> int:
+        itemsize = getattr(self.aval.dtype, "itemsize", 8)
+        return int(np.prod(self.aval.shape, dtype=np.int64)) * itemsize
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Node:
+    """One equation of the graph."""
+
+    equation: Equation
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...] = ()
+    reduction: Reduction | None = None
+    runs_whole: str | None = None
+    """Why it runs on whole arrays, although its operands are tiled."""
+
+    def __repr__(self) -> str:
+        return f"Node({self.equation.primitive.name}: {list(self.inputs)} -> {list(self.outputs)})"
+
+    @property
+    def tiled(self) -> bool:
+        return self.reduction is not None or any(v.tiled for v in self.outputs)
+
+    @property
+    def rule(self) -> rules.Rule:
+        found = rules.find(self.equation.primitive)
+        assert found is not None
+        return found
+
+
+@dataclasses.dataclass(eq=False)
+class Graph:
+    inputs: list[Value]
+    outputs: list[Value]
+    nodes: list[Node]
+
+
+def constant(value: Value) -> np.ndarray | None:
+    """The value as a NumPy array, if it depends on no argument of the function; computed when first
+    asked for.
+
+    It is compiled as one program, as it would be in the untiled function: XLA rounds differently
+    when it sees more at once, and the indices of a nearest-neighbour resize are the integer part of
+    such a number.
+    """
+    value = value.array
+    if value.known is None and _is_constant(value):
+        value.known = jax.jit(lambda: _constant_array(value, {})).lower().compile()()
+    if not value.concrete:
+        return None
+    return (
+        np.asarray(value.known)
+        if np.issubdtype(jax.typeof(value.known).dtype, np.generic)
+        else None
+    )
+
+
+def _is_constant(value: Value) -> bool:
+    if value.known is not None:
+        return value.concrete
+    node = value.node
+    return node is not None and not node.tiled and all(_is_constant(v.array) for v in node.inputs)
+
+
+def _constant_array(value: Value, env: dict[Value, Any]) -> Any:
+    if value.known is not None:
+        return value.known
+    if value not in env:
+        operands = [_constant_array(v.array, env) for v in value.node.inputs]
+        env.update(zip(value.node.outputs, value.node.equation.bind(*operands), strict=True))
+    return env[value]

@@ -1,0 +1,187 @@
+"""Work of an equation: floating-point operations on given shapes.
+
+A multiplication and an addition count one each, so a convolution costs twice its multiply-adds;
+zeros that a transposed convolution inserts between its inputs are not counted. Reductions and pools
+cost one operation per element they read, data movement nothing.
+
+Elementwise equations are counted as a compiler runs them, fused: a cluster of equations of one
+shape that reads n arrays costs n - 1 operations per element, and at least one. So `relu(x + bias)`
+costs one, `exp(x)` one, `a * x + b` two; scaling by a constant alone costs nothing, because it can
+be folded into what comes before or after it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._rules import Equation, find
+from .._rules.elementwise import Elementwise
+from .build import build
+from .inline import any_call
+from .values import Node, Value
+
+Shape = Sequence[int]
+
+MOVEMENT = frozenset(
+    """
+    broadcast_in_dim transpose squeeze slice split dynamic_slice dynamic_update_slice rev
+    concatenate stack unstack tile pad reshape iota gather name copy stop_gradient
+    convert_element_type bitcast_convert_type random_bits random_wrap random_unwrap threefry2x32
+    """.split()
+)
+_OVER_INPUT = frozenset(
+    """
+    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax
+    argmin cumsum cumprod cummax cummin cumlogsumexp sort top_k
+    """.split()
+)
+_TRANSPARENT = frozenset(["convert_element_type", "stop_gradient", "copy"])
+
+
+def multiply_adds(eqn: Equation, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> int:
+    """Multiply-adds of convolutions and contractions; 0 of anything else."""
+    name = eqn.primitive.name
+    if name in _CONTROL:
+        return _inner(eqn, lambda node, _: whole_macs(node))
+    if name == "conv_general_dilated":
+        kernel = [eqn.in_avals[1].shape[d] for d in eqn.params["dimension_numbers"].rhs_spec]
+        inserted = math.prod(eqn.params["lhs_dilation"])
+        return math.prod(out_shapes[0]) * math.prod(kernel[1:]) // inserted
+    if name == "dot_general":
+        contracted, _ = eqn.params["dimension_numbers"]
+        return math.prod(out_shapes[0]) * math.prod(in_shapes[0][d] for d in contracted[0])
+    return 0
+
+
+def flops(
+    node: Node,
+    per_element: Mapping[Node, int],
+    in_shapes: Sequence[Shape],
+    out_shapes: Sequence[Shape],
+) -> int:
+    """Operations on operands and results of these shapes: those of a tile, or the whole.
+
+    `per_element`: what `fused` says of the graph that the node is in.
+    """
+    eqn, name = node.equation, node.equation.primitive.name
+    if name in _CONTROL:
+        return _inner(eqn, whole_flops)
+    if node in per_element:
+        return per_element[node] * math.prod(out_shapes[0])
+    if not out_shapes or name in MOVEMENT or not _floating(eqn):
+        return 0
+    if name in ("conv_general_dilated", "dot_general"):
+        return 2 * multiply_adds(eqn, in_shapes, out_shapes)
+    if name.startswith("reduce_window"):
+        return math.prod(out_shapes[0]) * math.prod(eqn.params["window_dimensions"])
+    if name in _OVER_INPUT:
+        return math.prod(in_shapes[0])
+    return math.prod(out_shapes[0])
+
+
+def whole_flops(node: Node, per_element: Mapping[Node, int]) -> int:
+    """Operations of the untiled equation."""
+    return flops(node, per_element, *_whole(node))
+
+
+def whole_macs(node: Node) -> int:
+    """Multiply-adds of the untiled equation."""
+    return multiply_adds(node.equation, *_whole(node))
+
+
+def _whole(node: Node) -> tuple[list[Shape], list[Shape]]:
+    eqn = node.equation
+    return [a.shape for a in eqn.in_avals], [a.shape for a in eqn.out_avals]
+
+
+_CONTROL = frozenset(["scan", "while", "cond"])
+
+
+def _inner(eqn: Equation, count: Callable[[Node, Mapping[Node, int]], int]) -> int:
+    """Work of a loop or a branch: of every iteration of a `scan`; of one of a `while`, whose number
+    is not known; of the most expensive branch of a `cond`.
+    """
+    params = eqn.params
+
+    def body(closed: Any) -> int:
+        in_axes = [(None,) * len(v.aval.shape) for v in closed.jaxpr.invars]
+        nodes = build(closed.jaxpr, closed.consts, in_axes, look_through=any_call).nodes
+        costs = fused(nodes)
+        return sum(count(node, costs) for node in nodes)
+
+    match eqn.primitive.name:
+        case "scan":
+            return params["length"] * body(params["jaxpr"])
+        case "while":
+            return body(params["body_jaxpr"]) + body(params["cond_jaxpr"])
+        case _:
+            return max(body(branch) for branch in params["branches"])
+
+
+def fused(nodes: Sequence[Node]) -> dict[Node, int]:
+    """Operations per element of each elementwise equation: a cluster's cost is on its last one."""
+    cluster: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if not _elementwise(node):
+            continue
+        members = [node]
+        for value in node.inputs:
+            other = cluster.get(value.array.node) if value.array.node is not None else None
+            if other is not None and other is not members and _shape(other[0]) == _shape(node):
+                members = other + members if len(other) < len(members) else [*other, *members]
+        for member in members:
+            cluster[member] = members
+    order = {node: i for i, node in enumerate(nodes)}
+    costs: dict[Node, int] = {}
+    for members in {id(m): m for m in cluster.values()}.values():
+        inside = set(members)
+        costs.update(dict.fromkeys(members, 0))
+        if not all(_free(m) for m in members):
+            read = {
+                v.array
+                for m in members
+                for v in m.inputs
+                if v.array.node not in inside and not _scalar_constant(v)
+            }
+            costs[max(members, key=order.__getitem__)] = max(1, len(read) - 1)
+    return costs
+
+
+def _elementwise(node: Node) -> bool:
+    """Does it work position by position, on floating-point numbers?"""
+    name = node.equation.primitive.name
+    if not isinstance(find(node.equation.primitive), Elementwise):
+        return False
+    if name in MOVEMENT and name not in _TRANSPARENT:
+        return False
+    return _floating(node.equation)
+
+
+def _floating(eqn: Equation) -> bool:
+    return any(jnp.issubdtype(a.dtype, jnp.inexact) for a in (*eqn.in_avals, *eqn.out_avals))
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    return tuple(node.outputs[0].aval.shape)
+
+
+def _free(node: Node) -> bool:
+    name = node.equation.primitive.name
+    scaling = name in ("mul", "div") and any(_scalar_constant(v) for v in node.inputs)
+    return scaling or name in _TRANSPARENT or name == "neg"
+
+
+def _scalar_constant(value: Value) -> bool:
+    value = value.array
+    if value.known is not None:
+        return value.concrete and math.prod(value.aval.shape) == 1
+    node: Any = value.node
+    passes = node is not None and node.equation.primitive.name in (
+        *_TRANSPARENT,
+        "broadcast_in_dim",
+    )
+    return passes and _scalar_constant(node.inputs[0])

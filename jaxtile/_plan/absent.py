@@ -1,0 +1,84 @@
+"""A GPU that is not there, to compile for: `jaxtile.plan(..., device="NVIDIA H200")`.
+
+JAX's CUDA plugin compiles for a GPU from a description of it, on a machine that has none: bytes of
+a step on a large GPU can be had on a laptop. What it cannot do is time algorithms, so the program
+is that without autotuning, and what the GPU itself compiles may differ a little.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+# The chip, as XLA's `GpuTargetConfigProto` wants it.
+_HOPPER = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  l2_cache_size: 52428800
+  memory_bandwidth: %(bandwidth)d
+  device_memory_size: %(memory)d
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "%(name)s"
+"""
+_KNOWN = {
+    "NVIDIA H200": {"bandwidth": 4_800_000_000_000, "memory": 150_000_000_000},
+    "NVIDIA H100": {"bandwidth": 3_350_000_000_000, "memory": 85_000_000_000},
+}
+
+
+class NoDeviceError(RuntimeError):
+    """JAX cannot compile for a device that is not there."""
+
+
+def absent_device(device: str) -> Any:
+    """A device to compile for: one that is known, or of a file with a target configuration."""
+    if device in _KNOWN:
+        text = _HOPPER % {"name": device, **_KNOWN[device]}
+    elif pathlib.Path(device).is_file():
+        text = pathlib.Path(device).read_text()
+    else:
+        raise NoDeviceError(
+            f"`device` (={device!r}) must be one of {', '.join(_KNOWN)}, or a file with XLA's "
+            "description of a GPU (a `GpuTargetConfigProto` as text)"
+        )
+    try:
+        found = topologies.get_topology_desc(
+            "", platform="cuda", target_config=text, topology="1x1x1"
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        raise NoDeviceError(
+            f"planning for {device} without one needs JAX's CUDA plugin, which could not be used "
+            f"({str(error).splitlines()[0]}): install it with `pip install 'jax[cuda12]'`, and set "
+            "JAX_PLATFORMS=cpu on a machine without a GPU"
+        ) from error
+    return found.devices[0]
+
+
+def placed(tree: Any, device: Any) -> Any:
+    """The shapes of arrays, as if they were on a device."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding
+        ),
+        tree,
+    )

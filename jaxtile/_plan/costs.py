@@ -1,0 +1,135 @@
+"""What an operation costs on a device: a small table, measured.
+
+An operation takes as long as its arithmetic or as its memory traffic, whichever is longer, and at
+least as long as it takes to start it. `python -m experiments.calibrate` measures the table on the
+device at hand and saves it; the built-in ones serve where none was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+
+import jax
+
+from .._graph.operations import Operation
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Rates of one device."""
+
+    device: str
+    flops: Mapping[str, float]
+    """Operations per second of convolutions and contractions, by type."""
+    bandwidth: float
+    """Bytes per second of device memory."""
+    host_bandwidth: float | None
+    """Bytes per second between device and host; None: there is no separate host memory."""
+    start: float
+    """Seconds to start one operation."""
+    loop: float
+    """Seconds that a tile loop takes per tile, besides its operations."""
+    tile: float
+    """Time of an operation in a tile, relative to the same positions untiled."""
+    backward: Mapping[str, float]
+    """Time of the gradient relative to the operation, by kind; `...` is written `other`."""
+
+    def seconds(self, operation: Operation) -> float:
+        """Time of the forward operation."""
+        dtype = operation.output.dtype
+        rate = self.flops.get(dtype, self.flops["float32"])
+        arithmetic = 2 * operation.macs / rate
+        return max(arithmetic, operation.traffic / self.bandwidth, self.start)
+
+    def gradient(self, operation: Operation) -> float:
+        """Time of its gradient."""
+        factor = self.backward.get(operation.kind, self.backward["other"])
+        return factor * self.seconds(operation)
+
+    def save(self, path: str | os.PathLike) -> None:
+        path = pathlib.Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Costs:
+        try:
+            return cls(**json.loads(pathlib.Path(path).read_text()))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a table of costs ({error}); measure one with "
+                "`python -m experiments.calibrate`"
+            ) from error
+
+
+# Rounded from `experiments.calibrate` on two cores, and on an H200 from runs with images of
+# 2048 x 2048 x 64 and of 1024 x 1024 x 128. Not from these: the H200's bfloat16 rate and gradient
+# of a convolution (the same functions, run by hand), float16 and float64 there (older), and float64
+# on the CPU (half of float32). The loop's time there lies between those of both runs, 9 and 0.1 us.
+# The program's present sizes give rates that are 3 to 15 % higher there, a loop of 9.6 us, tiles of
+# 1.0 and a max pool of 1.7; this table is nearer to whole networks (docs/performance.md).
+BUILT_IN = {
+    "cpu": Costs(
+        device="cpu (built in)",
+        flops={"float32": 5.7e10, "bfloat16": 5.6e10, "float64": 2.9e10},
+        bandwidth=1.8e10,
+        host_bandwidth=None,
+        start=7e-6,
+        loop=1e-7,
+        tile=1.0,
+        backward={"convolution": 2.7, "contraction": 2.0, "max_pool": 8.0, "other": 1.0},
+    ),
+    "gpu": Costs(
+        device="NVIDIA H200 (built in)",
+        flops={"float32": 3.4e14, "bfloat16": 6.5e14, "float16": 6.5e14, "float64": 3e13},
+        bandwidth=2.9e12,
+        host_bandwidth=5.2e10,
+        start=1.7e-5,
+        loop=4e-6,
+        tile=1.11,
+        backward={"convolution": 2.5, "contraction": 2.0, "max_pool": 2.2, "other": 1.7},
+    ),
+}
+
+
+def measured_path(device: str | None = None) -> pathlib.Path:
+    """Where the measured table of a device is kept; `JAXTILE_COSTS` names another file."""
+    if "JAXTILE_COSTS" in os.environ:
+        return pathlib.Path(os.environ["JAXTILE_COSTS"])
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+    name = re.sub(r"[^a-z0-9]+", "-", (device or jax.devices()[0].device_kind).lower()).strip("-")
+    return cache / "jaxtile" / f"costs-{name}.json"
+
+
+def costs(device: str | None = None) -> Costs:
+    """The table of the default device, or of a GPU that need not be there: measured if there is
+    one, else built in.
+    """
+    path = measured_path(device and pathlib.Path(device).stem)
+    if path.exists() or "JAXTILE_COSTS" in os.environ:
+        return Costs.load(path)
+    on_cpu = device is None and jax.default_backend() == "cpu"
+    return BUILT_IN["cpu" if on_cpu else "gpu"]
+
+
+def built_in_for_another(device: str | None = None) -> str | None:
+    """A sentence if a device's times would be another device's; None if they are its own."""
+    kind, found = device or jax.devices()[0].device_kind, costs(device)
+    if found != BUILT_IN["gpu"] or kind in found.device:
+        return None
+    return (
+        f"no costs of {kind} were measured, so times are those of {found.device}: bytes are right, "
+        "but a faster schedule may be missed; `costs=` takes a table of this device, which "
+        "`experiments.calibrate` of jaxtile's repository measures and saves"
+    )
+
+
+def has_host_memory() -> bool:
+    """Is host memory apart from device memory?"""
+    memories = jax.devices()[0].addressable_memories()
+    return jax.default_backend() != "cpu" and any(m.kind == "pinned_host" for m in memories)

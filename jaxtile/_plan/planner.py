@@ -1,0 +1,247 @@
+"""The budget planner: `jaxtile.plan`.
+
+A budget is a promise about the compiled step: `temporaries + arguments + outputs - aliases`. How a
+schedule is found that keeps it is in `_search`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._amounts import parse_bytes
+from .._graph.trace import Traced, flat_axes
+from .._schedule import Options, tiled
+from ..policy import Choice, Choices, Outline, outline
+from .absent import absent_device, placed
+from .costs import Costs, built_in_for_another
+from .costs import costs as costs_of_device
+from .plan import Plan
+from .search import TIME_LIMIT, Search
+
+
+def plan(
+    fun: Callable[..., Any],
+    *args: Any,
+    in_axes: Any,
+    budget: int | str,
+    step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    step_args: Sequence[Any] | None = None,
+    offload: bool = False,
+    costs: Costs | None = None,
+    device: str | None = None,
+    time_limit: float = TIME_LIMIT,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The fastest schedule of `fun` whose compiled training step fits a budget of bytes.
+
+    Args:
+      fun: as for `jaxtile.checkpoint`; functions of NNX modules too.
+      args: arrays or `jax.ShapeDtypeStruct`s. Bind keyword arguments with `functools.partial`.
+      in_axes: as for `jaxtile.checkpoint`.
+      budget: bytes, as `"2GiB"`: of arguments, outputs and temporaries of the compiled step.
+      step: from the tiled function to the step that is compiled; by default the value and the
+        gradients with respect to all float arguments that are not tiled. If the step has an
+        optimiser in it, say so here: `step=lambda tiled: train_step_of(tiled)`.
+      step_args: the arguments of the step, if they are not `args`.
+      offload: may results wait in host memory?
+      costs: rates of the device; by default those that were measured for it, or built in.
+      device: a GPU that need not be there, as "NVIDIA H200", or a file that describes it to XLA.
+        JAX's CUDA plugin must be. The plan is then not compiled as it will run: plan again on the
+        GPU itself, or look at `jaxtile.memory` there.
+      time_limit: seconds after which no better schedule is looked for, once one fits. Processes
+        that must come to the same plan need `math.inf`.
+      progress: called with a line of text before and after each compilation; by default they are
+        printed to the standard error.
+
+    Raises:
+      BudgetError: nothing fits; it says the smallest budget that works.
+
+    >>> import jax, jax.numpy as jnp, jaxtile
+    >>> def loss(kernel, image):
+    ...     for _ in range(3):
+    ...         image = jnp.tanh(jax.lax.conv(image, kernel, (1, 1), "SAME"))
+    ...     return jnp.mean(image**2)
+    >>> kernel, image = jnp.ones((8, 8, 3, 3)), jnp.ones((1, 8, 64, 64))
+    >>> axes = (None, (2, 3))
+    >>> quietly = {"progress": lambda line: None}
+    >>> plan = jaxtile.plan(loss, kernel, image, in_axes=axes, budget="600kB", **quietly)
+    >>> plan.measured_bytes <= 600_000
+    True
+    >>> tiled = jaxtile.checkpoint(loss, in_axes=axes, policy=plan)
+    >>> bool(jnp.allclose(tiled(kernel, image), loss(kernel, image)))
+    True
+    """
+    if _has_modules(args):
+        from .._modules import Pure  # Flax is imported by those who have its modules only
+
+        if step is not None:
+            raise ValueError(
+                "`step` cannot be given together with NNX modules: split them with `nnx.split` and "
+                "plan the function of their states"
+            )
+        fun = Pure(fun, args, {})
+        args = fun.args
+    view = outline(fun, *args, in_axes=in_axes)
+    if not view.parts:
+        raise ValueError("there is nothing to plan: the function has no operations")
+    make = step or default_step(args, in_axes, _has_gradients(view))
+    known = _evaluated(view.traced, fun)
+    given = args if step_args is None else step_args
+    device = None if device == jax.devices()[0].device_kind else device
+    if device is not None:
+        given = placed(given, absent_device(device))
+
+    def traced(policy: Any) -> Any:
+        """The step under a policy; None: the plain one."""
+        run = make(known if policy is None else tiled(known, Options(in_axes, policy=policy)))
+        run = run if hasattr(run, "trace") else jax.jit(run)
+        return run.trace(*given)
+
+    search = Search(
+        view,
+        traced,
+        parse_bytes(budget),
+        costs=costs or costs_of_device(device),
+        offload=offload,
+        platform=None if device is None else "gpu",
+        time_limit=time_limit,
+        progress=progress,
+    )
+    if costs is None and (warning := built_in_for_another(device)):
+        search.say(f"plan: {warning}")
+    return search.run()
+
+
+class Budget:
+    """A policy that plans when it first sees a function, and keeps the plan for these shapes."""
+
+    def __init__(self, budget: int | str):
+        self.bytes = parse_bytes(budget)
+        self._plans: dict[str, Choices] = {}
+
+    def __repr__(self) -> str:
+        return f"budget:{self.bytes}"
+
+    def choose(self, outline: Outline) -> Choices:
+        if not outline.parts:
+            return {...: Choice(None)}
+        known = outline.fingerprint
+        if known not in self._plans:
+            self._plans[known] = plan_outline(outline, self.bytes).choices
+        return self._plans[known]
+
+
+def plan_outline(view: Outline, budget: int) -> Plan:
+    """The plan for a function that is known by its outline only, with the default step."""
+    known = view.traced
+    in_axes = tuple(_as_in_axes(labels, known.rank) for labels in known.in_axes)
+    # What the function closes over may be traced; it becomes arguments.
+    held = [*known.jaxpr.invars, *known.jaxpr.constvars]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in held]
+    in_axes += (None,) * len(known.jaxpr.constvars)
+
+    def fun(*leaves: Any) -> Any:
+        n = len(known.jaxpr.invars)
+        return _evaluate(known, leaves[n:], leaves[:n])
+
+    def traced(policy: Any) -> Any:
+        run = fun if policy is None else tiled(fun, Options(in_axes, policy=policy))
+        step = default_step(shapes, in_axes, _has_gradients(view))
+        return jax.jit(step(run)).trace(*shapes)
+
+    # Other processes must come to the same plan, however fast each is.
+    return Search(view, traced, budget, costs=costs_of_device(), time_limit=math.inf).run()
+
+
+def _evaluated(known: Traced, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as it was traced: its equations, without a library's Python, which takes longer
+    than everything else that is done with them. The function itself for other arguments.
+    """
+    expected = [(v.aval.shape, v.aval.dtype) for v in known.jaxpr.invars]
+
+    @functools.wraps(fun)
+    def evaluated(*args: Any, **kwargs: Any) -> Any:
+        leaves = jax.tree.leaves((args, kwargs))
+        if [(jnp.shape(x), jax.dtypes.result_type(x)) for x in leaves] != expected:
+            return fun(*args, **kwargs)
+        results = _evaluate(known, known.consts, leaves)
+        return jax.tree.unflatten(known.out_tree, results)
+
+    return evaluated
+
+
+def _evaluate(known: Traced, consts: Sequence[Any], leaves: Sequence[Any]) -> list[jax.Array]:
+    """The equations; a result that is a constant is an array too."""
+    return [jnp.asarray(x) for x in jax.core.eval_jaxpr(known.jaxpr, consts, *leaves)]
+
+
+def default_step(
+    args: Sequence[Any], in_axes: Any, has_gradients: bool = True
+) -> Callable[..., Any]:
+    """From a function to its value and its gradients, if it has any.
+
+    If the first result is a number, it is the loss; otherwise the loss is the sum of all results.
+    """
+    tiled_axes, _ = flat_axes(in_axes, tuple(args), {}, jax.tree.leaves(tuple(args)))
+    leaves, tree = jax.tree.flatten(tuple(args))
+    floats = [i for i, x in enumerate(leaves) if _is_float(x)]
+    wanted = [i for i in floats if not any(a is not None for a in tiled_axes[i])] or floats
+
+    def step_of(tiled: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any) -> Any:
+            given = jax.tree.leaves(args)
+
+            def loss(some: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
+                full = list(given)
+                for i, x in zip(wanted, some, strict=True):
+                    full[i] = x
+                out = tiled(*jax.tree.unflatten(tree, full))
+                results = [x for x in jax.tree.leaves(out) if _is_float(x)]
+                if results and results[0].ndim == 0:
+                    return results[0].real, out
+                return sum(jnp.sum(x.real.astype(jnp.float32)) for x in results), out
+
+            if not wanted or not has_gradients:
+                return tiled(*args)
+            return jax.value_and_grad(loss, has_aux=True)([given[i] for i in wanted])
+
+        return step
+
+    return step_of
+
+
+def _as_in_axes(labels: Sequence[int | None], rank: int) -> Any:
+    if not any(a is not None for a in labels):
+        return None
+    return tuple(labels.index(a) if a in labels else None for a in range(rank))
+
+
+def _has_gradients(view: Outline) -> bool:
+    return any(_is_float(v.aval) for v in view.traced.jaxpr.outvars)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x, "dtype", None) or jnp.result_type(x), jnp.inexact)
+
+
+def _has_modules(args: Any) -> bool:
+    """Are there NNX modules or variables, as `jaxtile.nn.checkpoint` takes?
+
+    Those in a state, which is a value, do not count.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+
+    def known(x: Any) -> bool:
+        return isinstance(x, nnx.Pytree | nnx.Variable | nnx.State)
+
+    found = jax.tree.leaves(args, is_leaf=known)
+    return any(isinstance(x, nnx.Pytree | nnx.Variable) for x in found)

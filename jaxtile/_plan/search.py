@@ -1,0 +1,324 @@
+"""The search behind `jaxtile.plan`: solve, compile, read the bytes, solve again.
+
+The solver knows a simple model of memory, and the model is wrong: by a factor, since XLA packs and
+fuses, and by a constant, since libraries have scratch space. The compiler is right. So the solver
+is given an allowance of the model's bytes; what it finds is compiled, without what makes compiling
+slow (`jaxtile.compiled_bytes`); and the bytes correct the allowance. Trials that fit and trials
+that do not enclose it from both sides.
+
+At the end the best schedule is compiled as it will run: the budget is a promise about that program.
+If autotuning made it larger, it counts as a trial that does not fit, and the search goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._amounts import format_bytes
+from .._errors import TilingError
+from .._memory.compiled import Bytes, compiled_bytes
+from .._memory.estimate import donated
+from ..policy import Choice, Outline, names, resolve
+from .costs import Costs, has_host_memory
+from .model import EstimatedStage, Model, Stretches
+from .plan import Plan
+from .solver import Solution, Stage, fastest, measured, smallest
+from .stage import PlannedStage
+
+TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
+_CANDIDATES = 6  # schedules that are compiled
+_FULL = 0.95  # of the budget: not worth compiling again for what is left of it
+_AIM = 0.985  # of the budget: where the next schedule should lie
+_WORTH = 0.01  # of the time: a gain that is worth compiling again
+
+
+class BudgetError(ValueError):
+    """No schedule fits the budget. `smallest` is the smallest number of bytes that was reached."""
+
+    def __init__(self, message: str, smallest: int):
+        super().__init__(message)
+        self.smallest = smallest
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A schedule, by the model."""
+
+    stages: tuple[PlannedStage, ...]
+    rest: Choice
+    source: str
+    seconds: float
+    peak: float
+
+
+class Search:
+    """Schedules of one function, and what the compiler said of those that were tried."""
+
+    def __init__(
+        self,
+        outline: Outline,
+        traced: Callable[[Any], Any],
+        budget: int,
+        *,
+        costs: Costs,
+        offload: bool = False,
+        platform: str | None = None,
+        time_limit: float = TIME_LIMIT,
+        progress: Callable[[str], None] | None = None,
+    ):
+        """`traced`: from a policy to the traced step, from None to the plain one. `platform`: of a
+        device that is not there.
+        """
+        self.outline, self.traced, self.budget = outline, traced, budget
+        self.say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+        self.costs, self.began = costs, time.perf_counter()
+        self.until, self.platform = self.began + time_limit, platform
+        self.model = Model(outline, costs, offload=offload and has_host_memory())
+        self.tables = self.model.stretches()
+        self.others = [_named(self.model, text) for text in portfolio(self.model)]
+        everything = Stage(0, 0, len(self.tables.cuts) - 1)
+        self.plain = measured(self.tables, (everything,))
+        self.fixed = _arguments_and_results(traced(None))
+        self.trials: dict[Candidate, Bytes] = {}
+        self.lowered: dict[Candidate, Any] = {}
+        self._smallest: Candidate | None = None
+
+    def run(self) -> Plan:
+        while True:
+            while len(self.trials) < _CANDIDATES and (candidate := self._next()) is not None:
+                self._try(candidate)
+            while self._best() is None and (left := self._last_resorts() - self.trials.keys()):
+                self._try(min(left, key=lambda c: c.peak))
+            # If nothing fits, what the error names as the smallest budget must be true as well.
+            chosen = self._best() or min(self._last_resorts(), key=lambda c: self.trials[c].total)
+            if self.platform is None:
+                self._try(chosen, as_it_runs=True)
+            else:
+                self.say("plan: not compiled as it will run, since the device is not here")
+            total = self.trials[chosen].total
+            if total <= self.budget:
+                return self._plan(chosen, total)
+            if chosen in self._last_resorts() and self._best() is None:
+                raise self._too_small(total)
+
+    def _last_resorts(self) -> set[Candidate]:
+        """Tried for any budget that nothing else fits, so that what the error names works: the
+        smallest by the model; and plain JAX, which can be smaller than all that is recomputed.
+        """
+        return {self.smallest(), _solved(self.model, self.tables, self.plain)}
+
+    def _best(self) -> Candidate | None:
+        """The fastest schedule that was found to fit."""
+        fits = [c for c, found in self.trials.items() if found.total <= self.budget]
+        return min(fits, key=lambda c: c.seconds, default=None)
+
+    def _next(self) -> Candidate | None:
+        """The schedule to compile next; None if it is not worth it."""
+        best = self._best()
+        if best is not None:
+            full = self.trials[best].total > _FULL * self.budget
+            if full or time.perf_counter() > self.until:
+                return None
+        candidate = self.fastest(self._allowance()) or self.smallest()
+        slower = best is not None and candidate.seconds > (1 - _WORTH) * best.seconds
+        return None if slower or candidate in self.trials else candidate
+
+    def _allowance(self) -> float:
+        """Bytes of the model at which the compiled program should just fit.
+
+        They lie on the line through the two trials that are nearest to the budget, or through one
+        trial and zero; and between what fits and what does not.
+        """
+        wanted = self.budget - self.fixed
+        if not self.trials:
+            return wanted
+        trials = [(c.peak, found.temporaries) for c, found in self.trials.items()]
+        fits = max((x for x, y in trials if y <= wanted), default=0.0)
+        misfits = min((x for x, y in trials if y > wanted and x > fits), default=math.inf)
+        (x, y), *others = sorted(trials, key=lambda trial: abs(trial[1] - wanted))
+        rate = x / max(y, 1)
+        for other_x, other_y in others[:1]:
+            if (x - other_x) * (y - other_y) > 0:
+                rate = (x - other_x) / (y - other_y)
+        right = x + (_AIM * wanted - y) * rate
+        if misfits == math.inf:
+            return max(right, fits)
+        # Never so near to either end that nothing new is learnt.
+        margin = 0.02 * (misfits - fits)
+        return min(max(right, fits + margin, misfits / 4), misfits - margin)
+
+    def _try(self, candidate: Candidate, as_it_runs: bool = False) -> None:
+        """Compile a schedule and note its bytes, unless the function refuses one of its grids."""
+        began = time.perf_counter()
+        try:
+            if candidate not in self.lowered:
+                self.lowered[candidate] = self.traced(self._plan(candidate)).lower()
+        except TilingError as error:
+            self._leave_out(candidate, error)
+            return
+        lowered = self.lowered[candidate]
+        self.say(
+            f"plan: {len(candidate.stages)} stages, {candidate.seconds / self.plain.seconds:.2f}x "
+            f"plain's time, {format_bytes(self.fixed + candidate.peak)} estimated, after "
+            f"{began - self.began:.1f} s; compiling" + (" as it will run" if as_it_runs else "")
+        )
+        if as_it_runs:
+            found = Bytes.of(lowered.compile())
+        else:
+            found = compiled_bytes(lowered, self.platform)
+        self.trials[candidate], self.fixed = found, found.fixed
+        verdict = "fits" if found.total <= self.budget else "is too much for"
+        self.say(
+            f"plan: compiled in {time.perf_counter() - began:.1f} s, {format_bytes(found.total)}: "
+            f"{verdict} {format_bytes(self.budget)}"
+        )
+
+    def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
+        """A grid that the function refuses is not tried again: the finest of a candidate's."""
+        grids = [s.grid for s in (*candidate.stages, candidate.rest) if isinstance(s.grid, tuple)]
+        if not grids:
+            raise error
+        finest = max(grids, key=math.prod)
+        for mode, (grid, _) in enumerate(self.tables.modes):
+            if grid == finest:
+                self.tables.seconds[mode] = np.inf
+        self.others = [
+            c for c in self.others if finest not in (*(s.grid for s in c.stages), c.rest.grid)
+        ]
+        self._smallest = None
+
+    def _too_small(self, least: int) -> BudgetError:
+        return BudgetError(
+            f"no schedule fits a budget of {format_bytes(self.budget)} ({self.budget:,} bytes): "
+            f"arguments and results alone take {format_bytes(self.fixed)}; the smallest budget "
+            f"found to work is {format_bytes(least)} ({least:,} bytes)",
+            least,
+        )
+
+    def fastest(self, allowed: float) -> Candidate | None:
+        """The fastest schedule whose peak by the model is at most so many bytes."""
+        solution = fastest(self.tables, allowed) if allowed > 0 else None
+        found = [c for c in self.others if c.peak <= allowed]
+        if solution is not None:
+            found.insert(0, _solved(self.model, self.tables, solution))
+        return min(found, key=lambda c: c.seconds, default=None)
+
+    def smallest(self) -> Candidate:
+        if self._smallest is None:
+            solved = _solved(self.model, self.tables, smallest(self.tables))
+            self._smallest = min([solved, *self.others], key=lambda c: c.peak)
+        return self._smallest
+
+    def _plan(self, candidate: Candidate, total: int | None = None) -> Plan:
+        return Plan(
+            stages=candidate.stages,
+            rest=candidate.rest,
+            source=candidate.source,
+            fingerprint=self.outline.fingerprint,
+            device=self.costs.device,
+            budget=self.budget,
+            estimated_bytes=int(self.fixed + candidate.peak),
+            measured_bytes=total,
+            seconds=candidate.seconds,
+            plain_seconds=self.plain.seconds,
+            plain_bytes=int(self.fixed + self.plain.peak),
+        )
+
+
+def portfolio(model: Model) -> list[str]:
+    """Policies of the catalogue that the planner compares with: it is never worse than these."""
+    simple = ["retained", "store_convs", "every:2", "every:4", "every:8", "sqrt", "recompute_all"]
+    tiled = ["tiled:" + "x".join(map(str, grid)) for grid in model.grids]
+    known = {name.partition(":")[0] for name in names()}
+    return [text for text in simple + tiled if text.partition(":")[0] in known]
+
+
+def _solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
+    """A solution of the tables in terms of names."""
+    parts = model.outline.parts
+    stages = []
+    for at, (mode, a, b) in enumerate(solution.stages):
+        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
+        alive = [k for k in model.live(j).nonzero()[0] if i <= k < j]
+        following = solution.stages[at + 1] if at + 1 < len(solution.stages) else None
+        waits = following is not None and tables.modes[following.mode][1]
+        stages.append(
+            PlannedStage(
+                first=parts[i].name,
+                last=parts[j - 1].name,
+                operations=j - i,
+                grid=grid,
+                stored=tuple(parts[k].name for k in alive),
+                stored_bytes=int(model.bytes[alive].sum()),
+                held_bytes=int(tables.added[mode, a, b]),
+                offloaded=(parts[alive[-1]].name,) if waits else (),
+                working_bytes=int(tables.peak[mode, a, b]),
+                seconds=float(tables.seconds[mode, a, b]),
+            )
+        )
+    rest = Choice(stages[-1].grid)
+    return Candidate(_merged(stages), rest, "solver", solution.seconds, solution.peak)
+
+
+def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
+    """Neighbours that are both kept are one."""
+    merged: list[PlannedStage] = []
+    for stage in stages:
+        if merged and merged[-1].grid is None and stage.grid is None:
+            before = merged.pop()
+            stage = stage._replace(
+                first=before.first,
+                operations=before.operations + stage.operations,
+                held_bytes=before.held_bytes + stage.held_bytes,
+                working_bytes=before.held_bytes + stage.working_bytes,
+                seconds=before.seconds + stage.seconds,
+            )
+        merged.append(stage)
+    return tuple(merged)
+
+
+def _named(model: Model, text: str) -> Candidate:
+    """A policy of the catalogue, costed with the same model."""
+    choices = resolve(text).choose(model.outline)
+    estimate = model.estimate(choices)
+    parts = model.outline.parts
+
+    def planned(stage: EstimatedStage) -> PlannedStage:
+        name = parts[stage.end].name
+        stored = (name,) if name in choices else ()
+        kept = model.held[stage.start : stage.end + 1].sum()
+        size = int(model.bytes[stage.end]) if stored else 0
+        return PlannedStage(
+            first=parts[stage.start].name,
+            last=name,
+            operations=stage.end + 1 - stage.start,
+            grid=stage.choice.grid,
+            stored=stored,
+            stored_bytes=size,
+            held_bytes=int(kept) if stage.choice.grid is None else size,
+            offloaded=stored if stage.choice.offload else (),
+            working_bytes=int(stage.working),
+            seconds=stage.seconds,
+        )
+
+    stages = tuple(map(planned, estimate.stages))
+    return Candidate(stages, choices[...], text, estimate.seconds, estimate.peak)
+
+
+def _arguments_and_results(traced: Any) -> int:
+    """Bytes of a step's arguments and results; donated arguments become results."""
+    jaxpr = traced.jaxpr
+    given, made = ([_size(a) for a in avals] for avals in (jaxpr.in_avals, jaxpr.out_avals))
+    reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
+    return sum(given) + sum(made) - min(reused, sum(made))
+
+
+def _size(aval: Any) -> int:
+    return aval.size * getattr(aval.dtype, "itemsize", 8)

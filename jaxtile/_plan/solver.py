@@ -1,0 +1,132 @@
+"""The fastest sequence of stretches that fits a budget.
+
+A dynamic programme over cuts. Its state is the number of bytes stored so far, because that is all
+that a later stretch must know of earlier ones: if a stretch adds `added` bytes and needs `peak`
+beyond what was stored before it, then
+
+    best[j][stored + added] = min(best[i][stored] + seconds)    where stored + peak <= budget
+
+over all stretches (i, j) and modes. Stored bytes are counted in slots of a fixed size, rounded up,
+so the answer never exceeds the budget, and a larger budget never gives a slower answer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .model import Stretches
+
+SLOTS = 1024
+
+
+class Stage(NamedTuple):
+    """One stretch of a solution, by indices into `Stretches`."""
+
+    mode: int
+    start: int
+    stop: int
+
+
+class Solution(NamedTuple):
+    stages: tuple[Stage, ...]
+    seconds: float
+    peak: float
+    """The largest number of bytes, by the tables, unrounded."""
+
+
+def fastest(tables: Stretches, budget: float) -> Solution | None:
+    """The fastest solution whose peak is at most `budget`; None: there is none."""
+    slot = _slot(tables)
+    n = len(tables.cuts)
+    added = np.ceil(np.maximum(tables.added, 0) / slot - 1e-9).astype(int)
+    freed = np.ceil(np.minimum(tables.added, 0) / slot - 1e-9).astype(int)
+    added = added + freed
+    room = np.floor((budget - tables.peak) / slot + 1e-9).astype(int)  # largest slot to start from
+    possible = np.isfinite(tables.seconds) & (room >= 0) & ~_dominated(tables)
+    best = np.full((n, SLOTS + 1), np.inf)
+    best[0, 0] = 0
+    for j in range(1, n):
+        for mode, i in zip(*np.nonzero(possible[:, :j, j]), strict=True):
+            _relax(best, i, j, added[mode, i, j], room[mode, i, j], tables.seconds[mode, i, j])
+    if not np.isfinite(best[-1]).any():
+        return None
+    stages = _trace_back(best, tables, added, room, possible)
+    return measured(tables, stages)
+
+
+def smallest(tables: Stretches) -> Solution:
+    """The solution with the lowest peak."""
+    alone = np.where(np.isfinite(tables.seconds[:, 0, -1]), tables.peak[:, 0, -1], np.inf)
+    low, high = 0.0, float(alone.min())
+    found = None
+    while found is None or high - low > max(0.5, 1e-3 * high):
+        middle = (low + high) / 2 if found else high
+        solution = fastest(tables, middle)
+        if solution is None:
+            low = middle
+        else:
+            found, high = solution, min(middle, solution.peak)
+    return found
+
+
+def measured(tables: Stretches, stages: tuple[Stage, ...]) -> Solution:
+    """Time and peak of a sequence of stages."""
+    stored = peak = seconds = 0.0
+    for mode, i, j in stages:
+        peak = max(peak, stored + tables.peak[mode, i, j])
+        stored += tables.added[mode, i, j]
+        seconds += tables.seconds[mode, i, j]
+    return Solution(stages, float(seconds), float(peak))
+
+
+def _slot(tables: Stretches) -> float:
+    """Bytes per slot, independent of the budget: exact if all amounts have a common measure that is
+    not too small.
+    """
+    everything = float(tables.added[0, 0, -1])
+    measure = int(np.gcd.reduce(tables.added.astype(np.int64), axis=None))
+    if measure and everything / measure <= SLOTS // 2:
+        return float(measure)
+    return max(1.0, everything / (SLOTS // 2))
+
+
+def _dominated(tables: Stretches) -> np.ndarray:
+    """Modes that another mode of the same stretch beats in every respect; of equals, the first."""
+    worse = np.zeros(tables.seconds.shape, bool)
+    for a in range(len(tables.modes)):
+        for b in range(len(tables.modes)):
+            if a != b:
+                pairs = [(t[b], t[a]) for t in (tables.seconds, tables.peak, tables.added)]
+                better = np.logical_and.reduce([x <= y for x, y in pairs])
+                strict = np.logical_or.reduce([x < y for x, y in pairs]) | (b < a)
+                worse[a] |= better & strict
+    return worse
+
+
+def _relax(best: np.ndarray, i: int, j: int, added: int, room: int, seconds: float) -> None:
+    first = max(0, -added)
+    last = min(room, SLOTS - max(added, 0), SLOTS)
+    if last < first:
+        return
+    target = best[j, first + added : last + added + 1]
+    np.minimum(target, best[i, first : last + 1] + seconds, out=target)
+
+
+def _trace_back(best, tables, added, room, possible) -> tuple[Stage, ...]:
+    stages = []
+    j = best.shape[0] - 1
+    slot = int(np.argmin(best[j]))
+    while j > 0:
+        for mode, i in zip(*np.nonzero(possible[:, :j, j]), strict=True):
+            source = slot - added[mode, i, j]
+            if not 0 <= source <= min(room[mode, i, j], SLOTS):
+                continue
+            if best[i, source] + tables.seconds[mode, i, j] == best[j, slot]:
+                stages.append(Stage(int(mode), int(i), int(j)))
+                j, slot = int(i), int(source)
+                break
+        else:
+            raise AssertionError("the dynamic programme has no predecessor")
+    return tuple(stages[::-1])

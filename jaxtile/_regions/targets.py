@@ -1,0 +1,324 @@
+"""What must exist as a whole array, on which grid it is computed, and when.
+
+A *target* is a value that must exist as a whole array although it is tiled: stored by the policy,
+an output of the function, or the operand of a reduction over tiled axes. A reduction belongs to the
+first stored value that depends on it, its *home*, and takes the grid of that value.
+
+In tiles a reduction is a cut: it needs every tile before anything downstream can run. If it follows
+a stored value position by position (the statistics of a stored activation) it rides along in the
+loop that computes the value, instead of reading it back in a loop of its own. Where everything is
+recomputed whole, reductions are equations like any other: they ride along with their home.
+
+A target's level is the longest chain of targets before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
+from types import EllipsisType
+from typing import Literal
+
+import numpy as np
+
+from .._errors import TilingError, describe
+from .._graph.values import Graph, Node, Value
+from .._mesh.devices import Devices
+from .._rules.elementwise import Elementwise
+
+WHOLE = "whole"
+
+Grid = tuple[int, ...] | Literal["whole"] | None
+"""Tiles per tiled axis. "whole": not tiled, but recomputed in the backward pass, as by
+`jax.checkpoint`. None: neither, the equations run as plain JAX."""
+
+Tiles = (
+    Sequence[int]
+    | Literal["whole"]
+    | Mapping[str | EllipsisType | Value, Sequence[int] | Literal["whole"] | None]
+)
+
+
+@dataclasses.dataclass(eq=False)
+class Target:
+    """A tiled value to be computed in full; or tiled values that the node `reduction` reduces."""
+
+    operands: tuple[Value, ...]
+    grid: Grid
+    reduction: Node | None = None
+    rides_on: Value | None = None
+    """The target in whose region this reduction is computed."""
+    level: int = 0
+    nodes: dict[Node, None] = dataclasses.field(default_factory=dict)
+    """The equations that compute it from what is held."""
+    inputs: dict[Value, None] = dataclasses.field(default_factory=dict)
+    """The tiled values that they read."""
+    globals: dict[Value, None] = dataclasses.field(default_factory=dict)
+
+    @property
+    def value(self) -> Value:
+        return self.operands[0]
+
+    @property
+    def label(self) -> str:
+        if self.reduction is not None:
+            return self.reduction.equation.primitive.name
+        return self.value.name or "output"
+
+    @property
+    def axes(self) -> frozenset[int]:
+        return frozenset(a for v in self.operands for a in v.axes if a is not None)
+
+    @property
+    def offloaded(self) -> bool:
+        return self.reduction is None and self.value.offloaded
+
+    @property
+    def result(self) -> Value:
+        return self.value if self.reduction is None else self.reduction.outputs[0]
+
+
+class Targets:
+    """All targets of a graph, in topological order, with their grids, equations and levels."""
+
+    def __init__(self, graph: Graph, tiles: Tiles, rank: int, devices: Devices | None = None):
+        self._tiles, self._rank, self._devices = tiles, rank, devices
+        # On a mesh what is kept runs in one piece per device, as what is recomputed whole does.
+        self._whole = (WHOLE,) if devices is None else (WHOLE, None)
+        self._levels: dict[Value, int] = {}
+        self._found: dict[Value, Target] = {}
+        self._settled: set[Target] = set()
+        self.needed = _needed(graph)
+        homes = _homes(graph, self.needed)
+        for node in graph.nodes:
+            if node.reduction is not None and node.outputs[0] in self.needed:
+                home = homes[node]
+                grid = self._grid(home if home.tiled and home.stored else None)
+                self._add(Target(node.inputs, grid, node, home if grid in self._whole else None))
+            elif node.tiled and node.reduction is None:
+                for value in node.outputs:
+                    if value.stored and value.tiled and value in self.needed:
+                        self._add(Target((value,), self._grid(value)))
+        for value in self._found:
+            self.level(value)
+
+    def __iter__(self) -> Iterator[Target]:
+        return iter(self._found.values())
+
+    def level(self, value: Value) -> int:
+        """The first level whose regions and equations may use a value."""
+        value = value.array
+        if value not in self._levels:
+            if value in self._found:
+                self._settle(self._found[value])
+                self._levels[value] = self._found[value].level + 1
+            elif value.node is None:
+                self._levels[value] = 0
+            else:
+                self._levels[value] = max((self.level(v) for v in value.node.inputs), default=0)
+        return self._levels[value]
+
+    def _add(self, target: Target) -> None:
+        self._found[target.result] = target
+
+    def _grid(self, value: Value | None) -> Grid:
+        return _grid_of(self._tiles, value, self._rank)
+
+    def _settle(self, target: Target) -> None:
+        """Where a target is computed, from what, and when."""
+        if target in self._settled:
+            return
+        self._settled.add(target)
+        if target.reduction is not None and target.grid not in self._whole:
+            target.rides_on = self._carrier(target.reduction)
+        if target.rides_on in (None, target.result):
+            together = [target, *self._riders(target)]
+            inside = frozenset(t.reduction for t in together if t.reduction is not None)
+            for each in together:
+                _collect(each, inside if target.grid in self._whole else frozenset())
+            read = [v for each in together for v in (*each.inputs, *each.globals)]
+            target.level = max((self.level(v) for v in read), default=0)
+        else:
+            leader = self._found[target.rides_on]
+            self._settle(leader)
+            target.level = leader.level
+            if target.grid not in self._whole:
+                target.grid = leader.grid
+                inside = frozenset(t.reduction for t in self._riders(leader))
+                _collect(target, inside if leader.grid in self._whole else frozenset())
+        target.grid = _fitted(target, self._devices)
+
+    def _riders(self, leader: Target) -> list[Target]:
+        """Reductions that are recomputed whole together with this target."""
+        return [
+            t
+            for t in self._found.values()
+            if t.grid in self._whole and t.rides_on is leader.result and t is not leader
+        ]
+
+    def _carrier(self, reduction: Node) -> Value | None:
+        """The stored value that this reduction follows position by position, if there is one.
+
+        Whatever else it needs must be there before the region of that value runs.
+        """
+        stored: set[Value] = set()
+        others: list[Value] = []
+        pending = list(reduction.inputs)
+        while pending:
+            value = pending.pop()
+            if not value.tiled:
+                others.append(value)
+            elif value.stored and value.node is not None and value.node.reduction is None:
+                stored.add(value)
+            elif value.available:
+                return None
+            elif isinstance(value.node.rule, Elementwise) or not any(
+                v.tiled for v in value.node.inputs
+            ):
+                pending.extend(value.node.inputs)
+            else:
+                return None
+        if len(stored) != 1:
+            return None
+        (value,) = stored
+        in_time = all(self.level(v) < self.level(value) for v in others)
+        return value if in_time else None
+
+
+def _needed(graph: Graph) -> set[Value]:
+    """All values that an output depends on."""
+    needed = {v.array for v in graph.outputs}
+    for node in reversed(graph.nodes):
+        if node.equation.effects or any(v in needed for v in node.outputs):
+            needed.update(v.array for v in node.inputs)
+    return needed
+
+
+def _homes(graph: Graph, needed: set[Value]) -> dict[Node, Value]:
+    """Per reduction, the first stored value that depends on it; failing that, the last reduction
+    that does, which may be itself.
+    """
+    position = {v: i for i, n in enumerate(graph.nodes) for v in n.outputs}
+    first: dict[Value, Value] = {}
+    homes: dict[Node, Value] = {}
+    for node in reversed(graph.nodes):
+        if not any(v in needed for v in node.outputs):
+            continue
+        stored = [v for v in node.outputs if v.stored and v.tiled and node.reduction is None]
+        ahead = [first[v] for v in node.outputs if v in first]
+        end = min(stored or ahead, key=position.__getitem__, default=None)
+        if node.reduction is not None:
+            homes[node] = end = node.outputs[0] if end is None else end
+        if end is None:
+            continue
+        for value in node.inputs:
+            known = first.get(value.array)
+            if known is None or position[end] < position[known]:
+                first[value.array] = end
+    return homes
+
+
+def _collect(target: Target, inside: frozenset[Node]) -> None:
+    """The equations that compute a target from what is held, and what they read.
+
+    Those `inside` are reductions that are computed on the way.
+    """
+    own = target.rides_on if target.reduction is not None else target.value
+    dependent: dict[Value, bool] = {}
+
+    def follows(value: Value) -> bool:
+        """Does a global value depend on a reduction inside?"""
+        value = value.array
+        if value not in dependent:
+            node = value.node
+            dependent[value] = node in inside or (
+                node is not None
+                and node.reduction is None
+                and not value.tiled
+                and any(follows(v) for v in node.inputs)
+            )
+        return dependent[value]
+
+    pending = list(target.operands)
+    while pending:
+        value = pending.pop()
+        node = value.array.node
+        if value.tiled and value.base is None and node is not None and node.reduction is None:
+            computed = value is own or not value.stored
+        else:
+            computed = bool(inside) and follows(value)
+        if not computed:
+            if value.tiled:
+                target.inputs[value] = None
+            elif not value.array.concrete:
+                target.globals[value] = None
+        elif node not in target.nodes:
+            target.nodes[node] = None
+            pending.extend(node.inputs)
+
+
+def _grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
+    if not isinstance(tiles, Mapping):
+        return _checked(tiles, rank, "`tiles`")
+    name = None if value is None else value.name
+    for key in (value, name, ...):
+        if key is not None and key in tiles:
+            return _checked(tiles[key], rank, f"`tiles[{'...' if key is ... else repr(key)}]`")
+    raise TilingError(
+        f"`tiles` (={dict(tiles)}) gives no grid for the region that computes "
+        f"{name or 'an unnamed value'!r}: add that name, or the key `...` for all other regions"
+    )
+
+
+def _checked(grid, rank: int, what: str) -> Grid:
+    if isinstance(grid, np.ndarray):
+        grid = grid.tolist()
+    if grid is None or grid == WHOLE:
+        return grid
+    if not isinstance(grid, Sequence) or isinstance(grid, str):
+        raise TilingError(
+            f"{what} (={grid!r}) must be a tuple with one number of tiles per tiled axis, 'whole' "
+            "(untiled and recomputed) or None (untiled and kept)"
+        )
+    grid = tuple(grid)
+    if len(grid) != rank:
+        raise TilingError(
+            f"{what} (={grid}) must have one number per tiled axis, and `in_axes` has {rank}"
+        )
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in grid):
+        raise TilingError(f"{what} (={grid}) must be positive integers")
+    return tuple(int(n) for n in grid)
+
+
+def _fitted(target: Target, devices: Devices | None) -> Grid:
+    """The target's grid.
+
+    What the user cannot name, a reduction or an unnamed value, gets at most one tile per row. On a
+    mesh so does everything: how many rows a device has is not for the user to count.
+    """
+    dimensions = [(v, d, a) for v in target.operands for d, a in enumerate(v.axes) if a is not None]
+    if devices is not None:
+        return _fitted_on(devices, target, dimensions)
+    if target.grid is None or target.grid == WHOLE:
+        return target.grid
+    grid = list(target.grid)
+    for value, d, axis in dimensions:
+        length = value.aval.shape[d]
+        if grid[axis] > length and target.reduction is None and (value.is_output or value.name):
+            raise TilingError(
+                f"{grid[axis]} tiles along tiled axis {axis} are more than the {length} rows of "
+                f"{target.label!r}, {describe(value.aval, value.axes)}: use at most {length}, "
+                "or give its region a grid of its own with `tiles={name: grid, ...: grid}`"
+            )
+        grid[axis] = min(grid[axis], length)
+    return tuple(grid)
+
+
+def _fitted_on(devices: Devices, target: Target, dimensions) -> Grid:
+    if not isinstance(target.grid, tuple):
+        return target.grid
+    grid = list(target.grid)
+    for value, d, axis in dimensions:
+        grid[axis] = min(grid[axis], -(-value.aval.shape[d] // devices.count(axis)))
+    return tuple(grid)

@@ -1,0 +1,72 @@
+"""Primitives that work position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, register
+
+_PRIMITIVES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+cbrt ceil clamp clz complex conj convert_element_type copy cos cosh digamma div
+eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter
+not one_minus_square or polygamma polynomial population_count pow real reduce_precision
+regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
+shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
+""".split()
+
+
+@register(*_PRIMITIVES)
+class Elementwise(Rule):
+    """Operands have the output's shape, or size 1 where they are repeated, or are scalars."""
+
+    def axes(self, eqn: Equation):
+        out = merge(eqn.primitive, [_contribution(eqn, i) for i in range(len(eqn.in_avals))])
+        return _operand_axes(eqn, out), (out,) * len(eqn.out_avals)
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        return _operand_axes(eqn, out_axes)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        window = joint(eqn, windows)
+        needs = [
+            Need(_repeated(aval, axes, window))
+            for aval, axes in zip(eqn.in_avals, eqn.in_axes, strict=True)
+        ]
+        return Step(
+            needs,
+            lambda scalars, *operands: eqn.bind(*operands),
+            produced=[window] * len(eqn.out_avals),
+        )
+
+
+def _contribution(eqn: Equation, i: int) -> Axes:
+    """The axes that an operand gives to the output: none where it is repeated."""
+    shape, aval, axes = eqn.out_avals[0].shape, eqn.in_avals[i], eqn.in_axes[i]
+    if not aval.shape:
+        return (None,) * len(shape)
+    return tuple(
+        a if n == m and n > 1 else None for a, n, m in zip(axes, aval.shape, shape, strict=True)
+    )
+
+
+def _operand_axes(eqn: Equation, out: Axes) -> list[Axes]:
+    """An operand carries the output's axes where it has the output's size.
+
+    A size-1 dimension is left as it is.
+    """
+    shape = eqn.out_avals[0].shape
+    return [
+        tuple(o if n == m else a for a, o, n, m in zip(axes, out, aval.shape, shape, strict=True))
+        if aval.shape
+        else ()
+        for aval, axes in zip(eqn.in_avals, eqn.in_axes, strict=True)
+    ]
+
+
+def _repeated(aval, axes: Axes, out: Windows) -> Windows:
+    """The windows of an operand; of a dimension of size 1 that is repeated, the whole."""
+    return {
+        d: w for d, w in out.items() if aval.shape and axes[d] is not None and aval.shape[d] > 1
+    }

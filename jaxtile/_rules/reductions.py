@@ -1,0 +1,249 @@
+"""Reductions, scans and sorts.
+
+Along untiled dimensions they are steps; a reduction over a tiled axis is a cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._errors import Mixes
+from .registry import Equation, Need, Reduction, Rule, Step, Windows, forbid, joint, register
+
+
+def accumulation_dtype(dtype) -> np.dtype:
+    """Sums over tiles of narrow floats are accumulated in float32."""
+    return (
+        np.dtype(np.float32)
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+        else np.dtype(dtype)
+    )
+
+
+@register(
+    "reduce_sum",
+    "reduce_max",
+    "reduce_min",
+    "reduce_and",
+    "reduce_or",
+    "reduce_xor",
+    "reduce_prod",
+    "argmax",
+    "argmin",
+)
+class Reduce(Rule):
+    def axes(self, eqn: Equation):
+        kept = _kept(eqn)
+        over = [d for d, a in enumerate(eqn.in_axes[0]) if a is not None and d not in kept]
+        if over and eqn.primitive.name not in _REDUCTIONS:
+            raise Mixes(
+                f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated "
+                "over tiles"
+            )
+        return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in kept)]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        kept = _kept(eqn)
+        return Step(
+            [Need({kept[o]: w for o, w in windows[0].items()})], lambda scalars, x: eqn.bind(x)
+        )
+
+    def reduction(self, eqn: Equation) -> Reduction | None:
+        kept = _kept(eqn)
+        if not any(a is not None and d not in kept for d, a in enumerate(eqn.in_axes[0])):
+            return None
+        return _REDUCTIONS[eqn.primitive.name](eqn)
+
+
+@register("reduce")
+class GeneralReduce(Rule):
+    """A reduction with a user's own function."""
+
+    def axes(self, eqn: Equation):
+        count = len(eqn.in_avals) // 2
+        for i in range(count):
+            forbid(eqn, i, eqn.params["dimensions"], "reduces with a function of the user's own")
+        kept = [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
+        operand = eqn.in_axes[0]
+        return [operand] * count + [()] * count, [tuple(operand[d] for d in kept)] * count
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        kept = [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
+        window, count = joint(eqn, windows), len(eqn.out_avals)
+        need = Need({kept[o]: w for o, w in window.items()})
+        return Step(
+            [need] * count + [None] * count,
+            lambda scalars, *x: eqn.bind(*x),
+            produced=[window] * count,
+        )
+
+
+@register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k")
+class Along(Rule):
+    """Works along one dimension, which must not be tiled, and independently in all others."""
+
+    def axes(self, eqn: Equation):
+        params = eqn.params
+        dim = params.get("dimension", params.get("axis", params.get("reduction_dimension", -1)))
+        axes = eqn.in_axes[0]
+        for other in eqn.in_axes[1:]:
+            axes = tuple(a if a is not None else b for a, b in zip(axes, other, strict=True))
+        if axes[dim] is not None:
+            raise Mixes(
+                f"`{eqn.primitive.name}` works along dimension {dim % len(axes)}, which is tiled"
+            )
+        return [axes] * len(eqn.in_axes), [axes] * len(eqn.out_avals)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window = joint(eqn, windows)
+        return Step(
+            [Need(window)] * len(eqn.in_avals),
+            lambda scalars, *x: eqn.bind(*x),
+            produced=[window] * len(eqn.out_avals),
+        )
+
+
+def _kept(eqn: Equation) -> list[int]:
+    return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["axes"]]
+
+
+def masked(x, owned, value):
+    return x if owned is None else jnp.where(owned, x, value)
+
+
+def _spread(x, eqn: Equation, shape):
+    """A result, repeated over the reduced dimensions of one tile."""
+    return lax.broadcast_in_dim(x, shape, _kept(eqn))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum(Reduction):
+    eqn: Equation
+    adds = True
+
+    def start(self):
+        aval = self.eqn.out_avals[0]
+        return (jnp.zeros(aval.shape, accumulation_dtype(aval.dtype)),)
+
+    def partial(self, operands, owned):
+        (operand,), (owned,) = operands, owned
+        dtype = accumulation_dtype(operand.dtype)
+        return (
+            jnp.sum(
+                masked(operand, owned, 0).astype(dtype), axis=self.eqn.params["axes"], dtype=dtype
+            ),
+        )
+
+    def merge(self, state, partial):
+        return (state[0] + partial[0],)
+
+    def finish(self, state):
+        return state[0].astype(self.eqn.out_avals[0].dtype)
+
+    def pullback(self, operands, owned, remembered, state, cotangent):
+        (operand,) = operands
+        return [_spread(cotangent.astype(operand.dtype), self.eqn, operand.shape)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Extremum(Reduction):
+    """Maximum or minimum. Ties share the cotangent equally, as in JAX, so the state counts them."""
+
+    eqn: Equation
+    better: Callable[[jax.Array, jax.Array], jax.Array]
+
+    @property
+    def _worst(self):
+        dtype = self.eqn.out_avals[0].dtype
+        low = self.better is jnp.greater
+        if dtype == np.bool_:
+            return np.bool_(not low)
+        info = np.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
+        return np.array(
+            (info.min if low else info.max) if info else (-np.inf if low else np.inf), dtype
+        )
+
+    def start(self):
+        shape = self.eqn.out_avals[0].shape
+        return jnp.full(shape, self._worst), jnp.zeros(shape, np.int32)
+
+    def partial(self, operands, owned):
+        (operand,), (owned,) = operands, owned
+        x = masked(operand, owned, self._worst)
+        (best,) = self.eqn.bind(x)
+        hit = x == _spread(best, self.eqn, x.shape)
+        return best, jnp.sum(
+            masked(hit, owned, False), axis=self.eqn.params["axes"], dtype=np.int32
+        )
+
+    def merge(self, state, partial):
+        (best, count), (other, other_count) = state, partial
+        # A NaN wins over everything, as it does in the untiled reduction.
+        wins = self.better(other, best) | (other != other)
+        count = jnp.where(wins, other_count, jnp.where(other == best, count + other_count, count))
+        return jnp.where(wins, other, best), count
+
+    def finish(self, state):
+        return state[0]
+
+    def remember(self, partial):
+        return partial[:1]
+
+    def pullback(self, operands, owned, remembered, state, cotangent):
+        (operand,), (owned,) = operands, owned
+        # The operand was recomputed, perhaps with other roundings than in the forward pass. Which
+        # tiles hold the extremum is decided by forward values alone, and where in such a tile by
+        # recomputed values alone.
+        x = masked(operand, owned, self._worst)
+        (here,) = self.eqn.bind(x)
+        share = jnp.where(
+            remembered[0] == state[0], cotangent / state[1].astype(cotangent.dtype), 0
+        )
+        hit = masked(x == _spread(here, self.eqn, x.shape), owned, False)
+        return [jnp.where(hit, _spread(share, self.eqn, x.shape), 0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Logical(Reduction):
+    """Bitwise and boolean reductions: integers, so nothing to differentiate."""
+
+    eqn: Equation
+    combine: Callable[[jax.Array, jax.Array], jax.Array]
+    neutral: int
+
+    @property
+    def _neutral(self):
+        dtype = self.eqn.out_avals[0].dtype
+        return np.bool_(self.neutral) if dtype == np.bool_ else np.array(self.neutral).astype(dtype)
+
+    def start(self):
+        return (jnp.full(self.eqn.out_avals[0].shape, self._neutral),)
+
+    def partial(self, operands, owned):
+        (operand,), (owned,) = operands, owned
+        return tuple(self.eqn.bind(masked(operand, owned, self._neutral)))
+
+    def merge(self, state, partial):
+        return (self.combine(state[0], partial[0]),)
+
+    def finish(self, state):
+        return state[0]
+
+    def pullback(self, operands, owned, remembered, state, cotangent):
+        raise TypeError("integers have no cotangent")
+
+
+_REDUCTIONS: dict[str, Callable[[Equation], Reduction]] = {
+    "reduce_sum": Sum,
+    "reduce_max": lambda eqn: Extremum(eqn, jnp.greater),
+    "reduce_min": lambda eqn: Extremum(eqn, jnp.less),
+    "reduce_and": lambda eqn: Logical(eqn, jnp.bitwise_and, -1),
+    "reduce_or": lambda eqn: Logical(eqn, jnp.bitwise_or, 0),
+    "reduce_xor": lambda eqn: Logical(eqn, jnp.bitwise_xor, 0),
+}

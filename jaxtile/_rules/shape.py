@@ -1,0 +1,362 @@
+"""Primitives that move values around.
+
+Broadcasts, transposes, slices, pads, concatenations, reversals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._errors import Mixes
+from .registry import (
+    Axes,
+    Equation,
+    Need,
+    Rule,
+    Step,
+    Windows,
+    forbid,
+    joint,
+    merge,
+    register,
+    tiled,
+    untiled,
+)
+
+
+def coordinates(start, shape: Sequence[int], dim: int):
+    """The position along `dim` of every element of a window that begins at `start`."""
+    return start + lax.broadcasted_iota(np.int32, tuple(shape), dim)
+
+
+def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
+    return tuple(windows[d].size if d in windows else n for d, n in enumerate(shape))
+
+
+@register("broadcast_in_dim")
+class Broadcast(Rule):
+    def axes(self, eqn: Equation):
+        """A repeated dimension has only one position: it gives the output no axis."""
+        out: list[int | None] = [None] * len(eqn.params["shape"])
+        for i, o in enumerate(eqn.params["broadcast_dimensions"]):
+            if eqn.in_avals[0].shape[i] == eqn.params["shape"][o]:
+                out[o] = eqn.in_axes[0][i]
+        return eqn.in_axes, [tuple(out)]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
+        sizes = eqn.in_avals[0].shape
+        operand = tuple(
+            out_axes[o] if n == shape[o] else a
+            for n, o, a in zip(sizes, dims, eqn.in_axes[0], strict=True)
+        )
+        return [operand]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), dims, sizes = windows, eqn.params["broadcast_dimensions"], eqn.in_avals[0].shape
+        need = {
+            i: window[o]
+            for i, o in enumerate(dims)
+            if eqn.in_axes[0][i] is not None and o in window and sizes[i] == eqn.params["shape"][o]
+        }
+        shape = local_shape(eqn.params["shape"], window)
+        return Step([Need(need)], lambda scalars, x: [lax.broadcast_in_dim(x, shape, dims)])
+
+
+@register("transpose")
+class Transpose(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, [tuple(eqn.in_axes[0][p] for p in eqn.params["permutation"])]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        operand = dict(zip(eqn.params["permutation"], out_axes, strict=True))
+        return [tuple(operand[d] for d in range(len(out_axes)))]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        need = {eqn.params["permutation"][o]: w for o, w in windows[0].items()}
+        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+
+
+@register("squeeze")
+class Squeeze(Rule):
+    """Dropping a tiled dimension of size 1 is allowed: every tile then reads that one position."""
+
+    @staticmethod
+    def _kept(eqn: Equation) -> list[int]:
+        return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
+
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in self._kept(eqn))]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        operand = list(eqn.in_axes[0])
+        for d, axis in zip(self._kept(eqn), out_axes, strict=True):
+            operand[d] = axis
+        return [tuple(operand)]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        need = {self._kept(eqn)[o]: w for o, w in windows[0].items()}
+        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+
+
+@register("slice")
+class Slice(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, eqn.in_axes
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+        strides = list(eqn.params["strides"] or (1,) * len(starts))
+        need = {}
+        for d, window in windows[0].items():
+            size = (window.size - 1) * strides[d] + 1
+            need[d] = window.moved(window.starts * strides[d] + starts[d], size)
+            starts[d], limits[d] = 0, size
+        return Step([Need(need)], lambda scalars, x: [lax.slice(x, starts, limits, strides)])
+
+
+@register("split")
+class Split(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, [eqn.in_axes[0]] * len(eqn.out_avals)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        dim, sizes = eqn.params["axis"], eqn.params["sizes"]
+        if eqn.in_axes[0][dim] is None:
+            window = joint(eqn, windows)
+            return Step(
+                [Need(window)], lambda scalars, x: eqn.bind(x), produced=[window] * len(sizes)
+            )
+        # What is read for all parts together holds each of them: the caller crops a part out of it.
+        begins = np.cumsum([0, *sizes[:-1]])
+        shifted = [
+            w and {**w, dim: w[dim].moved(w[dim].starts + begin, w[dim].size)}
+            for w, begin in zip(windows, begins, strict=True)
+        ]
+        read = joint(eqn, shifted, eqn.in_avals[0].shape)
+        along = read[dim]
+        produced = [
+            {**read, dim: along.moved(along.starts - begin, along.size)} for begin in begins
+        ]
+        return Step([Need(read)], lambda scalars, x: [x] * len(sizes), produced=produced)
+
+
+@register("dynamic_slice")
+class DynamicSlice(Rule):
+    """A slice whose start is known only at run time must take the tiled dimensions whole."""
+
+    def axes(self, eqn: Equation):
+        for d, axis in enumerate(eqn.in_axes[0]):
+            whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
+            if axis is not None and not whole and eqn.constant(1 + d) is None:
+                raise Mixes(
+                    f"`dynamic_slice` along tiled dimension {d} starts at a value computed at run "
+                    "time"
+                )
+        return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        sizes = local_shape(eqn.params["slice_sizes"], windows[0])
+        need = {}
+        for d, window in windows[0].items():
+            room = eqn.in_avals[0].shape[d] - eqn.params["slice_sizes"][d]
+            start = int(np.clip(eqn.constant(1 + d), 0, room)) if room else 0
+            need[d] = window.moved(window.starts + start, window.size)
+
+        def evaluate(scalars, x, *starts):
+            starts = [jnp.zeros_like(s) if d in need else s for d, s in enumerate(starts)]
+            return [lax.dynamic_slice(x, starts, sizes)]
+
+        return Step([Need(need), *[None] * (len(eqn.in_avals) - 1)], evaluate)
+
+
+@register("dynamic_update_slice")
+class DynamicUpdateSlice(Rule):
+    """The update must span the tiled dimensions: then it is tiled like the array it goes into."""
+
+    def axes(self, eqn: Equation):
+        axes = merge(eqn.primitive, eqn.in_axes[:2])
+        for d, axis in enumerate(axes):
+            if axis is not None and eqn.in_avals[0].shape[d] != eqn.in_avals[1].shape[d]:
+                raise Mixes(
+                    f"`dynamic_update_slice` changes a part of tiled dimension {d}",
+                    "use `concatenate` or `where`",
+                )
+        return [axes, axes, *map(untiled, eqn.in_avals[2:])], [axes]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        def evaluate(scalars, x, update, *starts):
+            starts = [jnp.zeros_like(s) if d in windows[0] else s for d, s in enumerate(starts)]
+            return [lax.dynamic_update_slice(x, update, starts)]
+
+        return Step(
+            [Need(windows[0]), Need(windows[0]), *[None] * (len(eqn.in_avals) - 2)], evaluate
+        )
+
+
+@register("rev")
+class Reverse(Rule):
+    def axes(self, eqn: Equation):
+        return eqn.in_axes, eqn.in_axes
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        length = eqn.in_avals[0].shape
+        need = {
+            d: w.moved(length[d] - w.stops, w.size) if d in eqn.params["dimensions"] else w
+            for d, w in windows[0].items()
+        }
+        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+
+
+@register("bitcast_convert_type")
+class Bitcast(Rule):
+    """The same bits in another type: a narrower one adds a last dimension, a wider one takes it."""
+
+    def axes(self, eqn: Equation):
+        before, after = len(eqn.in_avals[0].shape), len(eqn.out_avals[0].shape)
+        if after < before:
+            forbid(eqn, 0, [before - 1], "makes one number of its last dimension")
+        return eqn.in_axes, [(*eqn.in_axes[0], None)[:after]]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        before = len(eqn.in_avals[0].shape)
+        return None if tiled(out_axes[before:]) else [(*out_axes, None)[:before]]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
+
+
+@register("concatenate")
+class Concatenate(Rule):
+    """Operands without elements stay untiled, and take no part."""
+
+    def axes(self, eqn: Equation):
+        axes = merge(eqn.primitive, eqn.in_axes)
+        parts = self._parts(eqn)
+        in_axes = [axes if i in parts else untiled(a) for i, a in enumerate(eqn.in_avals)]
+        return in_axes, [axes]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        return [out_axes] * len(eqn.in_axes) if out_axes[eqn.params["dimension"]] is None else None
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), dim, parts = windows, eqn.params["dimension"], self._parts(eqn)
+        ends = np.cumsum([eqn.in_avals[i].shape[dim] for i in parts])
+        needs: list[Need | None] = [None] * len(eqn.in_avals)
+        for i, begin in zip(parts, [0, *ends[:-1]], strict=True):
+            along = {d: w.moved(w.starts - begin, w.size) for d, w in window.items() if d == dim}
+            needs[i] = Need({**window, **along})
+
+        def evaluate(scalars, *operands):
+            found = [operands[i] for i in parts]
+            if dim not in window:
+                return eqn.bind(*found)
+            # Every part was read on the whole window, zeros where it has nothing; each position
+            # takes its own part.
+            position = coordinates(scalars[0], found[0].shape, dim)
+            out = found[-1]
+            for part, end in zip(found[-2::-1], ends[-2::-1], strict=True):
+                out = jnp.where(position < int(end), part, out)
+            return [out]
+
+        return Step(needs, evaluate, positions=[window[dim]] if dim in window else [])
+
+    @staticmethod
+    def _parts(eqn: Equation) -> list[int]:
+        dim = eqn.params["dimension"]
+        return [i for i, aval in enumerate(eqn.in_avals) if aval.shape[dim]]
+
+
+@register("stack")
+class Stack(Rule):
+    """A new dimension, never tiled, beside those of the operands."""
+
+    @staticmethod
+    def _without(eqn: Equation, axes: Axes) -> Axes:
+        return (*axes[: eqn.params["axis"]], *axes[eqn.params["axis"] + 1 :])
+
+    def axes(self, eqn: Equation):
+        axes, new = merge(eqn.primitive, eqn.in_axes), eqn.params["axis"]
+        return [axes] * len(eqn.in_axes), [(*axes[:new], None, *axes[new:])]
+
+    def promote(self, eqn: Equation, out_axes: Axes):
+        if out_axes[eqn.params["axis"]] is not None:
+            return None
+        return [self._without(eqn, out_axes)] * len(eqn.in_axes)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        new = eqn.params["axis"]
+        need = Need({o - (o > new): w for o, w in windows[0].items()})
+        return Step([need] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts))
+
+
+@register("unstack")
+class Unstack(Rule):
+    def axes(self, eqn: Equation):
+        dim = eqn.params["axis"]
+        forbid(eqn, 0, [dim], "takes a dimension apart")
+        axes = (*eqn.in_axes[0][:dim], *eqn.in_axes[0][dim + 1 :])
+        return eqn.in_axes, [axes] * len(eqn.out_avals)
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, dim = joint(eqn, windows), eqn.params["axis"]
+        need = Need({o + (o >= dim): w for o, w in window.items()})
+        return Step([need], lambda scalars, x: eqn.bind(x), produced=[window] * len(eqn.out_avals))
+
+
+@register("tile")
+class Repeat(Rule):
+    """`lax.tile`: the array repeated as a whole, which along a tiled axis would need it all."""
+
+    def axes(self, eqn: Equation):
+        forbid(eqn, 0, [d for d, n in enumerate(eqn.params["reps"]) if n > 1], "repeats the array")
+        return eqn.in_axes, eqn.in_axes
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
+
+
+@register("pad")
+class Pad(Rule):
+    """Padding before, after (both may be negative: a crop) and between elements."""
+
+    def axes(self, eqn: Equation):
+        return [eqn.in_axes[0], ()], [eqn.in_axes[0]]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        (window,), value = windows, eqn.constant(1)
+        padding, need, produced, masked = list(eqn.params["padding_config"]), {}, {}, {}
+        for d, w in window.items():
+            before, _, between = padding[d]
+            pitch = between + 1
+            misaligned = (w.starts - before) % pitch
+            first = (w.starts - misaligned - before) // pitch
+            size = w.size + int(misaligned.max())
+            count = -(-size // pitch)
+            need[d] = w.moved(first, count)
+            produced[d] = w.moved(w.starts - misaligned, size)
+            padding[d] = (0, size - ((count - 1) * pitch + 1), between)
+            masked[d] = (before, pitch, eqn.in_avals[0].shape[d])
+        if value is not None:
+            fill = value[()]
+            return Step(
+                [Need(need, fill), None],
+                lambda scalars, x, v: [lax.pad(x, v, padding)],
+                produced=[produced],
+            )
+
+        def evaluate(scalars, x, v):
+            inside = True
+            out = lax.pad(x, v, padding)
+            for (d, (before, pitch, length)), start in zip(masked.items(), scalars, strict=True):
+                position = coordinates(start, out.shape, d) - before
+                inside &= (position >= 0) & (position < (length - 1) * pitch + 1)
+            return [jnp.where(inside, out, v)]
+
+        return Step(
+            [Need(need), None], evaluate, positions=list(produced.values()), produced=[produced]
+        )

@@ -1,0 +1,180 @@
+"""Convolutions and pools: primitives that slide a window along the tiled axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from .._errors import Mixes
+from .._geometry import Stencil, Window
+from .convolve import convolve
+from .max_pool import pool
+from .registry import Axes, Equation, Need, Rule, Step, Windows, forbid, register
+
+
+@dataclasses.dataclass(frozen=True)
+class Slide:
+    """One axis of a sliding-window primitive in one region.
+
+    What it reads, and the padding left to apply to that.
+    """
+
+    need: Window
+    padding: tuple[int, int]
+    produced: Window
+
+    @classmethod
+    def of(cls, stencil: Stencil, window: Window) -> Slide:
+        """Read what `window` of the output demands.
+
+        Between the inputs of a base-dilated (transposed) convolution lie zeros, so the padding
+        before the first input read depends on the output's position modulo a period. Tiles share
+        one program: where their positions differ modulo the period, each produces a few outputs
+        more, from an aligned position on.
+        """
+        base = stencil.base_dilation
+        period = base // math.gcd(stencil.stride, base)
+        misaligned = (window.starts - window.starts[0]) % period
+        aligned = window.starts - misaligned
+        size = window.size + int(misaligned.max())
+        lo, hi = stencil.demand(aligned, aligned + size)
+        read = max(1, int((hi - lo).max()))
+        first = aligned * stencil.stride - stencil.before
+        before = int((lo * base - first)[0])
+        span = (size - 1) * stencil.stride + stencil.extent
+        after = span - before - ((read - 1) * base + 1)
+        return cls(window.moved(lo, read), (before, after), window.moved(aligned, size))
+
+
+@register("conv_general_dilated")
+class Convolution(Rule):
+    """`lax.conv_general_dilated`.
+
+    Spatial dimensions slide, the batch passes through, features are contracted.
+    """
+
+    def axes(self, eqn: Equation):
+        dims = eqn.params["dimension_numbers"]
+        batch, feature, *spatial = dims.lhs_spec
+        forbid(eqn, 0, [feature], "contracts the feature dimension")
+        forbid(eqn, 1, range(len(dims.rhs_spec)), "needs its whole kernel")
+        if eqn.params["batch_group_count"] > 1:
+            forbid(eqn, 0, [batch], "with `batch_group_count` folds the batch dimension")
+        out: list[int | None] = [None] * len(dims.out_spec)
+        out_batch, _, *out_spatial = dims.out_spec
+        out[out_batch] = eqn.in_axes[0][batch]
+        for i, o in zip(spatial, out_spatial, strict=True):
+            out[o] = eqn.in_axes[0][i]
+        return eqn.in_axes, [tuple(out)]
+
+    def bind(self, primitive, operands, params):
+        return [convolve(*operands, params, in_loop=False)]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        dims, params = eqn.params["dimension_numbers"], eqn.params
+        (out_batch, _, *out_spatial), (batch, _, *spatial) = dims.out_spec, dims.lhs_spec
+        kernel = [eqn.in_avals[1].shape[d] for d in dims.rhs_spec[2:]]
+        padding, produced, need = list(params["padding"]), dict(windows[0]), {}
+        if out_batch in windows[0]:
+            need[batch] = windows[0][out_batch]
+        for k, (o, i) in enumerate(zip(out_spatial, spatial, strict=True)):
+            if o not in windows[0]:
+                continue
+            slide = Slide.of(
+                Stencil(
+                    kernel=kernel[k],
+                    stride=params["window_strides"][k],
+                    dilation=params["rhs_dilation"][k],
+                    base_dilation=params["lhs_dilation"][k],
+                    before=params["padding"][k][0],
+                ),
+                windows[0][o],
+            )
+            need[i], padding[k], produced[o] = slide.need, slide.padding, slide.produced
+        return Step(
+            [Need(need), None],
+            lambda scalars, lhs, rhs: [
+                convolve(lhs, rhs, {**params, "padding": tuple(padding)}, in_loop=True)
+            ],
+            produced=[produced],
+        )
+
+
+def _identity(name: str, dtype: np.dtype):
+    """What a pool reads outside the array: the value that changes nothing."""
+    if name == "reduce_window_sum":
+        return 0
+    if dtype == np.bool_:
+        return name == "reduce_window_min"
+    if np.issubdtype(dtype, np.integer):
+        return np.iinfo(dtype).min if name == "reduce_window_max" else np.iinfo(dtype).max
+    return -np.inf if name == "reduce_window_max" else np.inf
+
+
+class _Pool(Rule):
+    """Every dimension of a pool slides, most of them with a window of one position."""
+
+    def fill(self, eqn: Equation):
+        return _identity(eqn.primitive.name, eqn.in_avals[0].dtype)
+
+    def axes(self, eqn: Equation):
+        axes: Axes = eqn.in_axes[0]
+        return [axes, *eqn.in_axes[1:]], [axes]
+
+    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+        params = eqn.params
+        padding, produced, need = list(params["padding"]), {}, {}
+        for d, window in windows[0].items():
+            slide = Slide.of(
+                Stencil(
+                    kernel=params["window_dimensions"][d],
+                    stride=params["window_strides"][d],
+                    dilation=params["window_dilation"][d],
+                    base_dilation=params["base_dilation"][d],
+                    before=params["padding"][d][0],
+                ),
+                window,
+            )
+            need[d], padding[d], produced[d] = slide.need, slide.padding, slide.produced
+        return Step(
+            [Need(need, self.fill(eqn)), *[None] * (len(eqn.in_avals) - 1)],
+            lambda scalars, *operands: eqn.bind(*operands, padding=tuple(padding)),
+            produced=[produced],
+        )
+
+
+@register("reduce_window_max", "reduce_window_min", "reduce_window_sum")
+class Pool(_Pool):
+    """Max, min and sum pools."""
+
+    def bind(self, primitive, operands, params):
+        if primitive.name == "reduce_window_sum":
+            return super().bind(primitive, operands, params)
+        return [pool(primitive, *operands, params)]
+
+
+@register("reduce_window")
+class GeneralPool(_Pool):
+    """A pool with a user's own function of two arguments.
+
+    Outside the array it reads its initial value.
+    """
+
+    def fill(self, eqn: Equation):
+        return eqn.constant(1)
+
+    def axes(self, eqn: Equation):
+        if len(eqn.in_avals) != 2:
+            raise Mixes(
+                "`reduce_window` over several arrays at once is not tiled",
+                "reduce one array at a time",
+            )
+        if eqn.constant(1) is None:
+            raise Mixes(
+                "`reduce_window` starts from a value that is computed at run time",
+                "start from a constant",
+            )
+        return super().axes(eqn)

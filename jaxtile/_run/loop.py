@@ -1,0 +1,284 @@
+"""Run a region: one loop over its tiles, and one more loop for its derivative.
+
+The forward loop reads windows of the inputs, computes a tile, and writes the targets' tiles in
+place. It keeps nothing. The backward loop reads the same windows, recomputes the tile, takes this
+tile's share of the targets' cotangents, pulls it back through the tile, and adds the result into
+place. Each element of a target belongs to one tile, so nothing is counted twice.
+
+Known inefficiencies: the backward loop holds the residuals of a whole tile, not of a part of it; a
+cotangent of a stored array is a second array of its size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._geometry import owned
+from .._graph.values import Value
+from .._regions.regions import Region
+from .._regions.targets import Target
+from .._regions.tile import Column, Cut, lookup
+from .._rules import Windows
+from .._rules.reductions import accumulation_dtype, masked
+from .recompute import fill_in, like, select, zero_cotangent, zeros_after
+
+Array = jax.Array
+
+
+class Loop:
+    """The function of a region: whole arrays of inputs and globals to whole arrays of results."""
+
+    scan = staticmethod(lax.scan)
+
+    def __init__(self, region: Region):
+        assert region.plan is not None
+        self.region, self.plan = region, region.plan
+        table = self.plan.table
+        self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
+        self.tiles = {v: region.windows(v) for t in region.targets for v in t.operands}
+        # The operand of a reduction may be held on a larger window, for other readers in the tile.
+        self.cuts = {v: Cut.of(table, self.plan.windows[v], w, 0) for v, w in self.tiles.items()}
+        self.ownership = {v: self._ownership(v, w) for v, w in self.tiles.items()}
+        self.result_slots = [
+            self._slots(t.result, _result_windows(t, [self.tiles[v] for v in t.operands]))
+            for t in region.targets
+        ]
+        self.rows = table.rows(region.split)
+
+    def _slots(self, value: Value, windows: Windows):
+        """Per dimension, the start of each tile's window and its size."""
+        shape = self.shape(value)
+        add = self.plan.table.add
+        return [
+            (add(windows[d].axis, windows[d].starts - self.origin(value, d)), windows[d].size)
+            if d in windows
+            else (0, n)
+            for d, n in enumerate(shape)
+        ]
+
+    def shape(self, value: Value) -> Sequence[int]:
+        """Of an input or a result, as this loop sees it."""
+        return value.aval.shape
+
+    def origin(self, value: Value, dim: int) -> np.ndarray | int:
+        """The position of its first element, for each tile."""
+        return 0
+
+    def _ownership(self, value: Value, windows: Windows):
+        """Where tiles overlap: dimension, and how many leading positions each tile owns."""
+        counts = {d: (w, owned(w, value.aval.shape[d])) for d, w in windows.items()}
+        return [
+            (d, self.plan.table.add(w.axis, n))
+            for d, (w, n) in counts.items()
+            if (n != w.size).any()
+        ]
+
+    def forward(self, inputs, globals_, wanted=None) -> tuple[list[Array], tuple]:
+        return self.finished(*self.accumulate(inputs, globals_, jnp.asarray(self.rows), wanted))
+
+    def accumulate(self, inputs, globals_, rows, wanted) -> tuple[list[tuple[Array, ...]], list]:
+        """Per target its value, or the state of a reduction; and what each tile remembers.
+
+        `wanted`: what is being differentiated, if anything is.
+        """
+        targets = self.region.targets
+        zeros = zeros_after([*inputs, *globals_])
+        carry = [
+            self._start(t) if t.reduction else (zeros(self.shape(t.value), t.value.aval.dtype),)
+            for t in targets
+        ]
+
+        def body(carry, row):
+            row = list(row)
+            if wanted is not None and self.region.changes_value:
+                values, _ = self.tile(inputs, globals_, wanted, row)
+            else:
+                values = self._evaluate(self._windows(inputs, row), globals_, row)
+            shares = self._shares(values, row)
+            new, remembered = [], []
+            for k, (target, share) in enumerate(zip(targets, shares, strict=True)):
+                if target.reduction is None:
+                    new.append((_write(carry[k][0], share[0], self.result_slots[k], row),))
+                else:
+                    new.append(self.merged(k, carry[k], share, row))
+                    remembered.append(target.reduction.reduction.remember(share))
+            return new, remembered
+
+        return self.scan(body, carry, rows)
+
+    def _start(self, target: Target) -> tuple[Array, ...]:
+        """The state of a reduction before the first tile: the same number everywhere."""
+        shape = self.shape(target.result)
+        state = target.reduction.reduction.start()
+        return tuple(lax.slice(s, (0,) * s.ndim, shape) if s.shape != shape else s for s in state)
+
+    def finished(self, states, remembered) -> tuple[list[Array], tuple]:
+        """The results, and what the backward loop must know."""
+        targets = self.region.targets
+        results = [
+            s[0] if t.reduction is None else t.reduction.reduction.finish(s)
+            for t, s in zip(targets, states, strict=True)
+        ]
+        kept = [s for t, s in zip(targets, states, strict=True) if t.reduction is not None]
+        return results, (kept, remembered)
+
+    def shares(self, windows, globals_, row) -> list[tuple[Array, ...]]:
+        """What one tile gives to each target: its tile, or the state of a reduction of it."""
+        return self._shares(self._evaluate(windows, globals_, row), row)
+
+    def _shares(self, values, row) -> list[tuple[Array, ...]]:
+        return [
+            tuple(operands)
+            if target.reduction is None
+            else target.reduction.reduction.partial(operands, self._owned(target, row))
+            for target, operands in zip(self.region.targets, values, strict=True)
+        ]
+
+    def merged(self, k: int, state, share, row) -> tuple[Array, ...]:
+        """The state of target `k`, a reduction, with one more tile."""
+        slots = self.result_slots[k]
+        held = tuple(window(s, slots, row) for s in state)
+        merged = self.region.targets[k].reduction.reduction.merge(held, share)
+        return tuple(_write(s, m, slots, row) for s, m in zip(state, merged, strict=True))
+
+    def backward(self, inputs, globals_, kept, cotangents, wanted):
+        rows = jnp.asarray(self.rows)
+        sums, totals = self.pull(inputs, globals_, kept, cotangents, wanted, rows)
+        return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
+
+    def pull(self, inputs, globals_, kept, cotangents, wanted, rows):
+        """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
+        kept, remembered = kept
+        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
+        carry = self._sums(inputs, globals_, wanted, len(rows), zeros)
+
+        def body(carry, xs):
+            row, remembered = list(xs[0]), xs[1]
+            values, pull = self.tile(inputs, globals_, wanted, row)
+            shares = self.cotangent_shares(values, kept, remembered, cotangents, row)
+            return self._added(carry, pull(shares), wanted, row), None
+
+        return self.scan(body, carry, (rows, remembered))[0]
+
+    def tile(self, inputs, globals_, wanted, row):
+        """The operands of each target in one tile, and their pullback to what is wanted."""
+        want_inputs, want_globals = wanted
+        windows = self._windows(inputs, row)
+
+        def evaluate(some_windows, some_globals):
+            return self._evaluate(
+                fill_in(windows, want_inputs, some_windows),
+                fill_in(globals_, want_globals, some_globals),
+                row,
+            )
+
+        return jax.vjp(evaluate, select(windows, want_inputs), select(globals_, want_globals))
+
+    def cotangent_shares(self, values, kept, remembered, cotangents, row) -> list[list[Array]]:
+        """The cotangents of the operands of each target in one tile: what belongs to the tile."""
+        shares = []
+        remembered, states = iter(remembered), iter(kept)
+        for k, (target, operands) in enumerate(zip(self.region.targets, values, strict=True)):
+            mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
+            if cotangents[k] is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
+                shares.append([zero_cotangent(x) for x in operands])
+                continue
+            own = self._owned(target, row)
+            share = [window(cotangents[k], self.result_slots[k], row)]
+            if target.reduction is not None:
+                state = tuple(window(s, self.result_slots[k], row) for s in state)
+                share = target.reduction.reduction.pullback(operands, own, mine, state, share[0])
+            shares.append([masked(x, mask, 0) for x, mask in zip(share, own, strict=True)])
+        return shares
+
+    def _sums(self, inputs, globals_, wanted, tiles: int, zeros):
+        """What the cotangents of the wanted inputs and globals are added up in."""
+        sums = [
+            zeros(x.shape, self._sum_dtype(x, slots, tiles))
+            for x, slots in zip(
+                select(inputs, wanted[0]), select(self.input_slots, wanted[0]), strict=True
+            )
+        ]
+        totals = [zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, wanted[1])]
+        return sums, totals
+
+    def _added(self, carry, pulled, wanted, row):
+        (sums, totals), (from_windows, from_globals) = carry, pulled
+        slots = select(self.input_slots, wanted[0])
+        sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]
+        totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
+        return sums, totals
+
+    @staticmethod
+    def _sum_dtype(x: Array, slots, tiles: int):
+        """What many tiles read, not just neighbours, has a sum over tiles as its cotangent."""
+        times_read = math.prod(size for _, size in slots) * tiles / max(1, x.size)
+        return accumulation_dtype(x.dtype) if times_read > 8 else x.dtype
+
+    def _windows(self, inputs, row):
+        return [window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
+
+    def _evaluate(self, windows, globals_, row) -> list[list[Array]]:
+        """The operands of each target, in one tile."""
+        env = dict(zip(self.region.inputs, windows, strict=True))
+        env.update(zip(self.region.globals, globals_, strict=True))
+        self.plan.evaluate(env, row)
+        cut = {
+            v: lookup(env, v) if c is None else c(lookup(env, v), row) for v, c in self.cuts.items()
+        }
+        return [[cut[v] for v in t.operands] for t in self.region.targets]
+
+    def _owned(self, target: Target, row) -> list[Array | None]:
+        return [self._mask(v, row) for v in target.operands]
+
+    def _mask(self, value: Value, row) -> Array | None:
+        windows = self.tiles[value]
+        shape = [windows[d].size if d in windows else n for d, n in enumerate(value.aval.shape)]
+        mask = None
+        for d, slot in self.ownership[value]:
+            inside = lax.broadcasted_iota(np.int32, shape, d) < at(slot, row)
+            mask = inside if mask is None else mask & inside
+        return mask
+
+
+def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
+    """The tiles of what a target leaves behind: itself, or what a reduction keeps of it."""
+    if target.reduction is None:
+        return windows[0]
+    by_axis = {w.axis: w for each in windows for w in each.values()}
+    return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
+
+
+def at(slot, row):
+    """The position that a slot stands for in this tile."""
+    return row[slot.index] if isinstance(slot, Column) else slot
+
+
+def _whole(x, slots) -> bool:
+    return all(slot == 0 and size == n for (slot, size), n in zip(slots, x.shape, strict=True))
+
+
+def _starts(slots, row):
+    return [jnp.asarray(at(slot, row), np.int32) for slot, _ in slots]
+
+
+def window(x: Array, slots, row) -> Array:
+    """The window of this tile."""
+    if _whole(x, slots):
+        return x
+    return lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
+
+
+def _write(x: Array, tile: Array, slots, row) -> Array:
+    tile = tile.astype(x.dtype)
+    return tile if _whole(x, slots) else lax.dynamic_update_slice(x, tile, _starts(slots, row))
+
+
+def _add(x: Array, tile: Array, slots, row) -> Array:
+    return _write(x, window(x, slots, row) + tile, slots, row)

@@ -1,0 +1,249 @@
+"""Regions that keep nothing of their inside: their residuals are their inputs.
+
+`Loop` computes a region tile by tile, `Whole` all at once; both do it again in the backward pass.
+An input that the policy offloads waits for that in host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from .._graph.values import Value
+from .._regions.regions import Region
+from .._regions.tile import lookup
+
+Array = jax.Array
+
+RECOMPUTED = "rematted_computation"
+"""What `jax.checkpoint` calls its recomputation in the names of operations, and so do we."""
+
+
+class Recomputed(Protocol):
+    """How a region is computed, and its derivative."""
+
+    def forward(
+        self, inputs: Sequence[Array], globals_: Sequence[Array], wanted: Any = None
+    ) -> tuple[Any, Any]:
+        """The results, and what the backward pass cannot compute again.
+
+        `wanted` is what it will want the cotangents of; None: there is none.
+        """
+        ...
+
+    def backward(self, inputs, globals_, kept, cotangents, wanted) -> tuple[Any, Any]:
+        """Cotangents of the wanted inputs and globals, None for the others."""
+        ...
+
+
+def run(
+    body: Recomputed,
+    inputs: Sequence[Array],
+    globals_: Sequence[Array],
+    hosted: Sequence[Array | None],
+) -> list[Array]:
+    """The region's results. `hosted`: per input, its copy in host memory, if it has one."""
+    return _run(body, list(inputs), list(globals_), list(hosted))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(body: Recomputed, inputs, globals_, hosted) -> list[Array]:
+    return body.forward(inputs, globals_)[0]
+
+
+def _forward(body: Recomputed, inputs, globals_, hosted):
+    values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
+    wanted = jax.tree.map(
+        lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact),
+        (inputs, globals_),
+        is_leaf=_is_primal,
+    )
+    results, kept = body.forward(*values, wanted)
+    hosted = [None if h is None else h.value for h in hosted]
+    on_device = [x if h is None else None for x, h in zip(values[0], hosted, strict=True)]
+    return results, (on_device, hosted, values[1], kept, _Static(wanted))
+
+
+def _backward(body: Recomputed, residuals, cotangents):
+    on_device, hosted, globals_, kept, wanted = residuals
+    cotangents = [None if isinstance(c, SymbolicZero) else c for c in cotangents]
+    inputs = [
+        x if h is None else fetch(h, cotangents) for x, h in zip(on_device, hosted, strict=True)
+    ]
+    of_inputs, of_globals = body.backward(inputs, globals_, kept, cotangents, wanted.value)
+    return of_inputs, of_globals, [None for _ in hosted]
+
+
+_run.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+class Whole:
+    """A region whose equations run untiled, and once more in the backward pass."""
+
+    def __init__(self, region: Region):
+        self.region = region
+
+    def forward(self, inputs, globals_, wanted=None):
+        if wanted is not None and self.region.changes_value:
+            return self._vjp(inputs, globals_, wanted)[0], ()
+        return self._evaluate(inputs, globals_), ()
+
+    def backward(self, inputs, globals_, kept, cotangents, wanted):
+        given = [c for c in cotangents if c is not None]
+        inputs, globals_ = after((inputs, globals_), given)
+        (want_inputs, want_globals) = wanted
+        with jax.named_scope(RECOMPUTED):
+            results, pull = self._vjp(inputs, globals_, wanted)
+        of_inputs, of_globals = pull(
+            [
+                zero_cotangent(x) if c is None or c.dtype == jax.dtypes.float0 else c
+                for x, c in zip(results, cotangents, strict=True)
+            ]
+        )
+        return like(inputs, want_inputs, of_inputs), like(globals_, want_globals, of_globals)
+
+    def _vjp(self, inputs, globals_, wanted):
+        want_inputs, want_globals = wanted
+
+        def evaluate(some_inputs, some_globals):
+            return self._evaluate(
+                fill_in(inputs, want_inputs, some_inputs),
+                fill_in(globals_, want_globals, some_globals),
+            )
+
+        return jax.vjp(evaluate, select(inputs, want_inputs), select(globals_, want_globals))
+
+    def _evaluate(self, inputs, globals_) -> list[Array]:
+        env = dict(zip(self.region.inputs, inputs, strict=True))
+        env.update(zip(self.region.globals, globals_, strict=True))
+        return evaluate(self.region, env)
+
+
+def evaluate(region: Region, env: dict[Value, Any]) -> list[Array]:
+    """The equations of a region, whole; `env` is extended by all that they compute."""
+
+    def read(value: Value) -> Array:
+        return lookup(env, value if value in env else value.array)
+
+    for node in region.nodes:
+        if any(v not in env for v in node.outputs):
+            env.update(zip(node.outputs, node.equation.bind(*map(read, node.inputs)), strict=True))
+    return [
+        read(t.result)
+        if t.reduction is None or t.result in env
+        else t.reduction.equation.bind(*map(read, t.operands))[0]
+        for t in region.targets
+    ]
+
+
+def after(tree: Any, arrays: Sequence[Array]) -> Any:
+    """The same values, but only once these arrays exist; the compiler cannot tell that they are the
+    same, so it computes again what was computed from them.
+    """
+    if _barriers_are_removed():
+        zero = _zero_of(arrays, jax.tree.leaves(tree))
+        return tree if zero is None else jax.tree.map(lambda x: _minus(x, zero), tree)
+    tree, _ = lax.optimization_barrier((tree, list(arrays)))
+    return tree
+
+
+def _barriers_are_removed() -> bool:
+    """Before jax 0.12, XLA drops optimization barriers on a CPU."""
+    return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
+
+
+def _minus(x: Array, zero: Array) -> Array:
+    return x - zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _zero_of(*groups: Sequence[Array]) -> Array | None:
+    """A zero that exists only once the first floating-point array of each group does.
+
+    It is a sum of `x - x` for an element `x` of each, which the compiler cannot know to be 0: it is
+    NaN for an infinite `x`, and then not used.
+    """
+    zeros = []
+    for arrays in groups:
+        for x in arrays:
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+                element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+                element = element.astype(jnp.float32)
+                zeros.append(jnp.where(jnp.isfinite(element), element - element, 0))
+                break
+    return sum(zeros[1:], zeros[0]) if zeros else None
+
+
+def zeros_after(*groups: Sequence[Array]) -> Callable[..., Array]:
+    """`jnp.zeros`, but made only once the first array of each group exists.
+
+    Zeros depend on nothing, so XLA may allocate the accumulators of all loops before the first one
+    runs; and it makes all zeros of a shape one array, which a loop that adds to them must copy. A
+    cotangent may be a constant, and its zero too, so a second group must be something that is not.
+    """
+    zero = _zero_of(*groups)
+    if zero is None:
+        return jnp.zeros
+    return lambda shape, dtype: jnp.broadcast_to(zero.astype(dtype), shape)
+
+
+def to_host(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def fetch(x: Array, cotangents: Sequence[Array | None]) -> Array:
+    """A copy in device memory, made only once the cotangents exist."""
+    given = [c for c in cotangents if c is not None]
+    if _barriers_are_removed():  # a CPU has one memory: there is nothing to wait for
+        return after(jax.device_put(x, jax.memory.Space.Device), given)
+    return jax.device_put(after(x, given), jax.memory.Space.Device)
+
+
+def _is_primal(x: Any) -> bool:
+    return hasattr(x, "perturbed")
+
+
+@jax.tree_util.register_static
+class _Static:
+    """A residual that is known while tracing."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def _key(self):
+        return str(self.value)
+
+    def __hash__(self):
+        return hash(self._key())
+
+    def __eq__(self, other):
+        return isinstance(other, _Static) and self._key() == other._key()
+
+
+def select(items, wanted):
+    return [x for x, w in zip(items, wanted, strict=True) if w]
+
+
+def like(items, wanted, cotangents):
+    """Cotangents in the types of the items, None where none is wanted."""
+    cotangents = iter(cotangents)
+    return [
+        next(cotangents).astype(x.dtype) if w else None for x, w in zip(items, wanted, strict=True)
+    ]
+
+
+def fill_in(items, wanted, replacements):
+    replacements = iter(replacements)
+    return [next(replacements) if w else x for x, w in zip(items, wanted, strict=True)]
+
+
+def zero_cotangent(value: Array):
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)

@@ -1,0 +1,226 @@
+"""Regions on many devices.
+
+A region's forward pass is one `shard_map`: devices exchange the halos of its inputs, run their own
+tiles, and merge reductions. Its backward pass is another: halos are exchanged again, tiles are
+computed again, cotangents in the halo go back to their owners, those of weights are added up. In
+between, what is kept is blocks, without halos. JAX never differentiates a collective.
+
+Each device takes its own share of every cotangent, so whatever several devices hold in common, a
+weight or a statistic, has a sum over them as its cotangent.
+
+Known inefficiencies: devices wait for a halo before they begin with the tiles that do not need it;
+a reversed axis makes every device hold all of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from .._graph.values import Value
+from .._mesh.collectives import first_only, merged
+from .._regions.regions import Region
+from .loop import Loop
+from .recompute import after, like, select, zeros_after
+
+Array = jax.Array
+
+
+class Sharded:
+    """A region whose inputs and results are arrays of blocks, or whole where nothing is tiled."""
+
+    def __init__(self, region: Region):
+        assert region.devices is not None
+        self.region, self.devices = region, region.devices
+        self.loop = _Tiles(region) if region.grid is not None else _Kept(region)
+        axes = [a for a in sorted(region.split) if self.devices.names[a] is not None]
+        self.names = [self.devices.names[a] for a in axes]
+        """The mesh axes that the work is distributed over."""
+        self.in_specs = [self.devices.spec(v.array.axes) for v in region.inputs]
+        self.out_specs = [self.devices.spec(t.result.axes) for t in region.targets]
+
+    def forward(self, inputs, globals_, wanted=None):
+        run = self._on_devices(
+            functools.partial(self._forward, wanted),
+            (P(*self.names), self.in_specs, P()),
+            (self.out_specs, P(*self.names)),
+        )
+        return run(self._rows(), list(inputs), list(globals_))
+
+    def backward(self, inputs, globals_, kept, cotangents, wanted):
+        cotangents = [None if c is None or c.dtype == jax.dtypes.float0 else c for c in cotangents]
+        specs = [
+            s if c is not None else None for s, c in zip(self.out_specs, cotangents, strict=True)
+        ]
+        run = self._on_devices(
+            functools.partial(self._backward, wanted),
+            (P(*self.names), self.in_specs, P(), P(*self.names), specs),
+            (select(self.in_specs, wanted[0]), P()),
+        )
+        sums, totals = run(self._rows(), list(inputs), list(globals_), kept, cotangents)
+        return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
+
+    def _on_devices(self, fun, in_specs, out_specs):
+        mapped = jax.shard_map(
+            fun,
+            mesh=self.devices.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
+        )
+        return jax.jit(mapped)
+
+    def _forward(self, wanted, rows, inputs, globals_):
+        inputs = [e.fill(x) for e, x in zip(self.loop.exchanges, inputs, strict=True)]
+        results, kept = self.loop.on_device(inputs, globals_, self._local(rows), wanted)
+        return results, jax.tree.map(self._stacked, kept)
+
+    def _backward(self, wanted, rows, inputs, globals_, kept, cotangents):
+        # Otherwise the compiler may find that it has these halos already, and hold them.
+        if self.loop.recomputes:
+            inputs = after(inputs, [c for c in cotangents if c is not None])
+            inputs = [e.fill(x) for e, x in zip(self.loop.exchanges, inputs, strict=True)]
+        kept = jax.tree.map(self._local, kept)
+        rows = self._local(rows)
+        sums, totals = self.loop.pull(inputs, globals_, kept, cotangents, wanted, rows)
+        sums = [
+            self._returned(v, e, s)
+            for v, e, s in zip(
+                select(self.region.inputs, wanted[0]),
+                select(self.loop.exchanges, wanted[0]),
+                sums,
+                strict=True,
+            )
+        ]
+        return sums, [_summed(t, self.names) for t in totals]
+
+    def _returned(self, value: Value, exchange, sum_: Array) -> Array:
+        """The cotangent of an input, from what each device found for its block and halo."""
+        held = [self.devices.name(a) for a in value.array.axes]
+        return exchange.fold(_summed(sum_, [n for n in self.names if n not in held]))
+
+    def _rows(self) -> Array:
+        """The table of positions, with one dimension per mesh axis, and then one for the tiles."""
+        split, shape = self.region.split, []
+        for axis in sorted(split):
+            count = self.devices.count(axis)
+            shape += [count, split[axis] // count]
+        columns = self.loop.rows.shape[1]
+        rows = self.loop.rows.reshape(*shape, columns)
+        order = [*range(0, len(shape), 2), *range(1, len(shape), 2)]
+        counts = [self.devices.mesh.shape[n] for n in self.names]
+        rows = rows.transpose(*order, len(shape))
+        tiles = self.region.tiles // int(np.prod(counts))
+        return jnp.asarray(rows.reshape(*counts, tiles, columns))
+
+    def _stacked(self, x: Array) -> Array:
+        return x.reshape((1,) * len(self.names) + x.shape)
+
+    def _local(self, x: Array) -> Array:
+        return x.reshape(x.shape[len(self.names) :])
+
+
+def _summed(x: Array, names: Sequence[str]) -> Array:
+    return lax.psum(x, tuple(names)) if names else x
+
+
+def _scan(body, carry, xs):
+    """`lax.scan`, but without a loop if there is but one tile."""
+    if len(jax.tree.leaves(xs)[0]) > 1:
+        return lax.scan(body, carry, xs)
+    carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda x: x[None], out)
+
+
+class _Tiles(Loop):
+    """The tiles of one device."""
+
+    scan = staticmethod(_scan)
+    recomputes = True
+
+    def __init__(self, region: Region):
+        self.devices = region.devices
+        self.exchanges = [region.exchange(v) for v in region.inputs]
+        self._exchange = dict(zip(region.inputs, self.exchanges, strict=True))
+        super().__init__(region)
+
+    def shape(self, value: Value) -> Sequence[int]:
+        if value in self._exchange:
+            shape = list(self._exchange[value].shape)
+            for halo in self._exchange[value].halos:
+                shape[halo.dim] = halo.size
+            return tuple(shape)
+        blocks = self.devices.blocks(value.aval.shape, value.axes)
+        return tuple(blocks[d].size if d in blocks else n for d, n in enumerate(value.aval.shape))
+
+    def origin(self, value: Value, dim: int) -> np.ndarray | int:
+        split = self.region.split
+        if value in self._exchange:
+            for halo in self._exchange[value].halos:
+                if halo.dim == dim:
+                    return halo.origins(split.get(value.axes[dim], 1))
+            return 0
+        blocks = self.devices.blocks(value.aval.shape, value.axes)
+        if dim not in blocks:
+            return 0
+        count = blocks[dim].devices
+        starts = np.array([blocks[dim].start(i) for i in range(count)], np.int64)
+        return np.repeat(starts, split[value.axes[dim]] // count)
+
+    def on_device(self, inputs, globals_, rows, wanted) -> tuple[list[Array], Any]:
+        states, remembered = self.accumulate(inputs, globals_, rows, wanted)
+        states = [
+            s if t.reduction is None else merged(t.reduction.reduction, s, self._reduced(t))
+            for t, s in zip(self.region.targets, states, strict=True)
+        ]
+        return self.finished(states, remembered)
+
+    def _names(self, axes) -> list[str]:
+        names = [self.devices.names[a] for a in sorted(axes)]
+        return [n for n in names if n is not None]
+
+    def _reduced(self, target) -> list[str]:
+        """The mesh axes that a target is reduced over."""
+        return self._names(a for a in target.axes if a not in target.result.axes)
+
+    def _alike(self, target) -> list[str]:
+        """The mesh axes along which all devices compute the same."""
+        return self._names(a for a in self.region.split if a not in target.axes)
+
+    def cotangent_shares(self, values, kept, remembered, cotangents, row) -> list[list[Array]]:
+        shares = super().cotangent_shares(values, kept, remembered, cotangents, row)
+        # What all devices along an axis compute alike counts once.
+        return [
+            [first_only(x, self._alike(t)) if x.dtype != jax.dtypes.float0 else x for x in share]
+            for t, share in zip(self.region.targets, shares, strict=True)
+        ]
+
+
+class _Kept(_Tiles):
+    """One tile per device, which keeps for its derivative what JAX keeps."""
+
+    recomputes = False
+
+    def on_device(self, inputs, globals_, rows, wanted) -> tuple[list[Array], Any]:
+        if wanted is None:
+            return super().on_device(inputs, globals_, rows, wanted)[0], ()
+        values, pull = self.tile(inputs, globals_, wanted, list(rows[0]))
+        return [v[0] for v in values], pull
+
+    def pull(self, inputs, globals_, kept, cotangents, wanted, rows):
+        row = list(rows[0])
+        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
+        sums = self._sums([self._aval(v) for v in self.region.inputs], globals_, wanted, 1, zeros)
+        values = [[self._aval(t.value)] for t in self.region.targets]
+        shares = self.cotangent_shares(values, (), (), cotangents, row)
+        return self._added(sums, kept(shares), wanted, row)
+
+    def _aval(self, value: Value) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape(value), value.aval.dtype)

@@ -1,0 +1,96 @@
+"""From a function and the user's options to a schedule, and to the function that runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from . import _derivatives as _derivatives  # enters its rules into the table
+from ._errors import TilingError
+from ._graph.build import Policy, build
+from ._graph.trace import Traced, inside, trace
+from ._mesh.devices import Devices, automatic, devices_of
+from ._regions.regions import Schedule, schedule
+from ._regions.targets import WHOLE, Grid, Tiles
+from ._run.execute import execute
+from .policy import GraphPolicy, resolve
+from .policy._outline import apply, outlined
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a function is to be tiled: the keywords of `jaxtile.checkpoint`."""
+
+    in_axes: Any
+    tiles: Tiles = WHOLE
+    policy: Policy | GraphPolicy | str | None = None
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
+    mesh_axes: Sequence[str | None] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, str):
+            object.__setattr__(self, "policy", resolve(self.policy))
+        if not (self.policy is None or callable(self.policy) or hasattr(self.policy, "choose")):
+            raise TilingError(
+                f"`policy` (={self.policy!r}) must be the name of a policy, a function of "
+                "`jax.checkpoint_policies`, or an object with a method `choose`"
+            )
+
+
+def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
+    """`fun`, evaluated and differentiated by a schedule."""
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if inside.value:
+            return fun(*args, **kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        out_tree = None
+
+        def run_flat(*leaves: Any) -> tuple[list[jax.Array], list[Any]]:
+            nonlocal out_tree
+            plan, traced = scheduled(fun, *jax.tree.unflatten(tree, leaves), options)
+            out_tree = traced.out_tree
+            return execute(plan, traced.arguments), plan.specs
+
+        if options.mesh is None:
+            results, _ = run_flat(*leaves)
+        else:
+            results = automatic(run_flat, leaves)
+        return jax.tree.unflatten(out_tree, results)
+
+    return run
+
+
+def scheduled(
+    fun: Callable[..., Any], args: Any, kwargs: Any, options: Options
+) -> tuple[Schedule, Traced]:
+    """The schedule for these arguments, and the traced function."""
+    traced = trace(fun, args, kwargs, options.in_axes)
+    policy, tiles = options.policy, options.tiles
+    devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
+    if not hasattr(policy, "choose"):
+        graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
+        return schedule(graph, tiles, traced.rank, devices), traced
+    view, values, graph = outlined(traced)
+    grids = apply(policy.choose(view), values)
+    if isinstance(tiles, Mapping):
+        raise TilingError(
+            f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "
+            "to everything that the policy recomputes whole"
+        )
+    grids = {
+        key: tiles if grid == WHOLE else _per_device(grid, devices) for key, grid in grids.items()
+    }
+    return schedule(graph, grids, traced.rank, devices), traced
+
+
+def _per_device(grid: Grid, devices: Devices | None) -> Grid:
+    """A policy chooses tiles for whole arrays; on a mesh, tiles stay as large as it wants them."""
+    if devices is None or not isinstance(grid, tuple):
+        return grid
+    return tuple(-(-n // devices.count(axis)) for axis, n in enumerate(grid))
