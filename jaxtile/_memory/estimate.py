@@ -139,7 +139,7 @@ class _Steps:
             self._array(value)
 
     def _inside(self, node: Node) -> int:
-        """Bytes of one iteration of a loop, or of the largest branch, besides its arguments."""
+        """What one iteration of a loop, or the largest branch, holds; its arguments lie outside."""
         bodies = [_Steps(_graph(body)) for body in _bodies(node)]
         for body in bodies:
             self.counts += body.counts
