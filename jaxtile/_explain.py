@@ -23,7 +23,7 @@ from ._graph.build import Policy
 from ._graph.values import Node, Value
 from ._graph.work import MOVEMENT, flops, fused, whole_flops
 from ._regions.regions import Region, Schedule
-from ._regions.targets import Target, Tiles
+from ._regions.targets import WHOLE, Target, Tiles
 from ._regions.tile import Instruction
 from ._rules import Windows
 from ._schedule import Options, scheduled
@@ -34,7 +34,7 @@ def explain(
     fun: Callable[..., Any],
     *args: Any,
     in_axes: Any,
-    tiles: Tiles = "whole",
+    tiles: Tiles = WHOLE,
     policy: Policy | GraphPolicy | str | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
