@@ -45,6 +45,7 @@ def tileable(**first_axis: int) -> Callable[[Callable[..., Any]], Callable[..., 
             return run(arrays)
 
         option = inspect.Parameter("tiles", inspect.Parameter.KEYWORD_ONLY, default=None)
+        # `inspect.signature` reads this attribute, which the type of a function does not have.
         with_tiles.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*signature.parameters.values(), option]
         )
