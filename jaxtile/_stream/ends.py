@@ -61,7 +61,7 @@ class Sink:
             raise
 
 
-def slices(slots: Sequence[tuple[Any, int]], row: np.ndarray) -> tuple[slice, ...]:
+def slices(slots: Sequence[tuple[Any, int]], row: Any) -> tuple[slice, ...]:
     """Where the window of a tile lies: per dimension its start, by the tile's row, and its size."""
     starts = [int(at(slot, row)) for slot, _ in slots]
     return tuple(slice(n, n + size) for n, (_, size) in zip(starts, slots, strict=True))

@@ -114,15 +114,13 @@ class Pass:
             )
         ]
 
-    def _read(self, sources: Sequence[Source | None], row: np.ndarray) -> list[np.ndarray | None]:
+    def _read(self, sources: Sequence[Source | None], row: Any) -> list[np.ndarray | None]:
         return [
             None if source is None else source.read(slices(slots, row))
             for source, slots in zip(sources, self.loop.input_slots, strict=True)
         ]
 
-    def _write(
-        self, row: np.ndarray, shares: Sequence[Share], sinks: dict[Value, list[Sink]]
-    ) -> None:
+    def _write(self, row: Any, shares: Sequence[Share], sinks: dict[Value, list[Sink]]) -> None:
         """Wait for a tile, and write what of it belongs to no other tile."""
         jax.block_until_ready(shares)
         for k, target in enumerate(self.region.targets):
