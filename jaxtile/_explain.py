@@ -16,11 +16,11 @@ from ._errors import user_line
 from ._geometry import Window, partition
 from ._graph.build import Policy
 from ._graph.values import Node, Value
-from ._graph.work import MOVEMENT, flops, fused, whole_flops
+from ._graph.work import flops, fused, whole_flops
 from ._regions.regions import Region, Schedule
 from ._regions.targets import WHOLE, Grid, Target, Tiles
 from ._regions.tile import Instruction
-from ._rules import Windows
+from ._rules import Windows, traits
 from ._schedule import Options, scheduled
 from .policy import GraphPolicy
 
@@ -327,20 +327,17 @@ def _needed_again(region: Region) -> set[Node]:
     for target in region.targets:
         if (
             target.reduction is not None
-            and target.reduction.equation.primitive.name != "reduce_sum"
+            and traits(target.reduction.equation.primitive).linear != "sum"
         ):
             needed.update(v.array for v in target.operands)
     for node in reversed(region.nodes):
-        name = node.equation.primitive.name
-        if name in _OWN_RESULT or any(v in needed for v in node.outputs):
+        known = traits(node.equation.primitive)
+        if known.reads_result or any(v in needed for v in node.outputs):
             again.add(node)
-        if node in again or name not in _LINEAR:
+        linear = known.linear == "sum" or known.kind in ("movement", "random")
+        if node in again or not linear:
             needed.update(v.array for v in node.inputs)
     return again
-
-
-_LINEAR = MOVEMENT | {"add", "add_any", "sub", "neg", "reduce_sum", "reduce_window_sum"}
-_OWN_RESULT = frozenset(["tanh", "exp", "logistic", "sqrt", "rsqrt", "cbrt", "max", "min"])
 
 
 def _in_tile(item: Instruction, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:

@@ -24,8 +24,6 @@ from .._rules import Axes, Equation, Reduction, tiled, untiled
 from .inline import plain_call
 from .values import Graph, Node, Value, constant
 
-_IDENTITIES = ("optimization_barrier", "sharding_constraint", "device_put")
-
 SAVE, OFFLOAD, RECOMPUTE = "save", "offload", "recompute"
 
 Policy = Callable[..., Any]
@@ -116,10 +114,12 @@ class _Builder:
             )
             self.calls.pop()
             return outputs
-        if name in _IDENTITIES and any(v.tiled for v in inputs):
-            return inputs
-        if name == "scan" and any(v.tiled for v in inputs):
+        tiles = any(v.tiled for v in inputs)
+        rule = rules.find(eqn.primitive)
+        if tiles and name == "scan":
             return self._unroll(eqn, inputs)
+        if tiles and rule is not None and rule.apart and len(inputs) > 1:
+            return self._apart(eqn, rule, inputs)
         equation = Equation(
             primitive=eqn.primitive,
             params=eqn.params,
@@ -131,14 +131,13 @@ class _Builder:
             effects=eqn.effects,
             inside=self.inside,
         )
-        if not any(v.tiled for v in inputs):
+        if not tiles:
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
         if name == "name" and inputs[0].available:
             # A name for an array that is held anyway stores nothing new; if the policy saves it, it
             # may be mixed freely.
             self._store(inputs[0].array, self._decision(eqn))
             return inputs
-        rule = rules.find(eqn.primitive)
         try:
             if rule is None:
                 raise Mixes(f"there is no tiling rule for primitive `{name}`")
@@ -172,6 +171,15 @@ class _Builder:
             for value in inputs:
                 value.array.stored |= not value.available
         return [_without_elements(v) if v.tiled and 0 in v.aval.shape else v for v in outputs]
+
+    def _apart(self, eqn: Any, rule: rules.Rule, inputs: Sequence[Value]) -> list[Value]:
+        """One equation for each operand."""
+        outputs: list[Value] = []
+        for i, (value, read, made) in enumerate(zip(inputs, eqn.invars, eqn.outvars, strict=True)):
+            params = rule.alone(eqn.params, i)
+            alone = eqn.replace(invars=[read], outvars=[made], params=params)
+            outputs += self._equation(alone, [value])
+        return outputs
 
     def _run_whole(self, equation: Equation, inputs: Sequence[Value], reason: str) -> list[Value]:
         """An equation that runs once, on whole arrays, and whose results are read by window."""

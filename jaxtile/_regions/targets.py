@@ -25,7 +25,6 @@ import numpy as np
 from .._errors import TilingError, describe
 from .._graph.values import Graph, Node, Value
 from .._mesh.devices import Devices
-from .._rules.elementwise import Elementwise
 
 WHOLE = "whole"
 
@@ -173,9 +172,7 @@ class Targets:
                 stored.add(value)
             elif value.available:
                 return None
-            elif isinstance(value.node.rule, Elementwise) or not any(
-                v.tiled for v in value.node.inputs
-            ):
+            elif value.node.rule.by_position or not any(v.tiled for v in value.node.inputs):
                 pending.extend(value.node.inputs)
             else:
                 return None

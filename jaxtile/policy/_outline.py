@@ -28,11 +28,9 @@ from .._graph.build import build
 from .._graph.operations import Operation, Operations, contract
 from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Value
-from .._graph.work import MOVEMENT
 from .._regions.targets import Grid
 from .._regions.tile import plan
-from .._rules import find
-from .._rules.elementwise import Elementwise
+from .._rules import traits
 
 
 class Choice(NamedTuple):
@@ -200,7 +198,7 @@ def _demands(nodes, domain: Sequence[Value], reads: Sequence[Value], lengths: Se
     """Ask for a small and a larger tile, and draw a line through what they need."""
     if not domain or not reads:
         return tuple((Demand(0, 0),) * len(lengths) for _ in reads)
-    if all(_fuses(n) and n.equation.primitive.name not in MOVEMENT - {"name"} for n in nodes):
+    if all(n.rule.by_position for n in nodes if n.tiled):
         return tuple(
             tuple(Demand(float(axis in v.axes), 0) for axis in range(len(lengths))) for v in reads
         )
@@ -272,13 +270,9 @@ def _awaits(graph: Graph, members: Mapping[Node, Sequence[Node]]) -> dict[Node, 
     return found
 
 
-_FUSED = MOVEMENT | {"custom_jvp_call", "custom_vjp_call"}
-
-
 def _fuses(node: Node) -> bool:
     """Can a compiler compute this as part of what reads it?"""
-    name = node.equation.primitive.name
-    return name in _FUSED or isinstance(find(node.equation.primitive), Elementwise)
+    return traits(node.equation.primitive).fuses or (node.tiled and node.rule.is_call)
 
 
 def _held(graph: Graph) -> set[Value]:
@@ -289,15 +283,14 @@ def _held(graph: Graph) -> set[Value]:
     held = {v.array for v in graph.outputs}
     source: dict[Value, Value] = {}
     for node in graph.nodes:
-        # A name or a reshape is the same array.
-        same = node.equation.primitive.name in ("name", "reshape", "squeeze", "copy")
+        known = traits(node.equation.primitive)
         for value in node.outputs:
-            origin = node.inputs[0].array if same else value
+            origin = node.inputs[0].array if known.view else value
             source[value] = source.get(origin, origin)
         if not node.tiled or _fuses(node):
             continue
         held.update(source[v] for v in node.outputs)
-        if not node.equation.primitive.name.startswith(("reduce_sum", "reduce_max", "reduce_min")):
+        if known.kind != "reduction":
             held.update(source.get(v.array, v.array) for v in node.inputs)
     return {source.get(v, v) for v in held}
 
@@ -329,8 +322,8 @@ def _worth_storing(graph: Graph):
 
 
 def _works(node: Node) -> bool:
-    name = node.equation.primitive.name
-    return name in ("conv_general_dilated", "dot_general") or name.startswith("reduce_window")
+    kinds = ("convolution", "contraction", "max_pool", "window")
+    return traits(node.equation.primitive).kind in kinds
 
 
 def apply(choices: Choices, values: Mapping[str, Value]) -> dict[Any, Grid]:
