@@ -12,8 +12,8 @@ from ._errors import TilingError, check_callable
 from ._explain import Explanation, report
 from ._graph.build import Policy
 from ._plan.planner import Budget
+from ._regions.grid import Tiles
 from ._regions.regions import Schedule
-from ._regions.targets import WHOLE, Tiles
 from ._schedule import Options, scheduled, tiled
 from .policy import GraphPolicy
 
@@ -22,7 +22,7 @@ def checkpoint(
     fun: Callable[..., Any],
     *,
     in_axes: Any,
-    tiles: Tiles = WHOLE,
+    tiles: Tiles = "whole",
     policy: Policy | GraphPolicy | str | None = None,
     budget: int | str | None = None,
     mesh: jax.sharding.Mesh | None = None,

@@ -17,8 +17,9 @@ from ._geometry import Window, partition
 from ._graph.build import Policy
 from ._graph.values import Node, Value
 from ._graph.work import flops, fused, whole_flops
+from ._regions.grid import GridSpec, Tiles
 from ._regions.regions import Region, Schedule
-from ._regions.targets import WHOLE, Grid, Target, Tiles
+from ._regions.targets import Target
 from ._regions.tile import Instruction
 from ._rules import Windows, traits
 from ._schedule import Options, scheduled
@@ -193,7 +194,7 @@ def explain(
     fun: Callable[..., Any],
     *args: Any,
     in_axes: Any,
-    tiles: Tiles = WHOLE,
+    tiles: Tiles = "whole",
     policy: Policy | GraphPolicy | str | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
@@ -253,10 +254,10 @@ def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
         }
         tile |= {t.reduction: _reduced(t, windows, costs) for t in region.targets if t.reduction}
         work = {n: flops * region.tiles for n, flops in tile.items()}
-    again = _needed_again(region) if region.grid is not None else ()
+    again = _needed_again(region) if region.grid.recomputed else ()
     return RegionReport(
         index=region.index,
-        grid=tuple(region.grid.values()) if isinstance(region.grid, dict) else region.grid,
+        grid=region.grid.spec(sorted(region.targets[0].axes)),
         tiles=region.tiles,
         ops=dict(Counter(n.equation.primitive.name for n in nodes)),
         reads=tuple(_read(v, region) for v in region.inputs),
@@ -278,7 +279,7 @@ def _exchanged(region: Region) -> Exchanged:
     sent = _sums(region)
     for value in region.inputs:
         exchange, itemsize = region.exchange(value), value.aval.dtype.itemsize
-        again = region.grid is not None
+        again = region.grid.recomputed
         back = value.array.node is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact)
         forward, forward_messages = exchange.sent(1, 0)
         backward, backward_messages = exchange.sent(again, back)
@@ -297,7 +298,7 @@ def _exchanged(region: Region) -> Exchanged:
 def _sums(region: Region) -> Counter:
     """How often, one time after the other, all devices add something up."""
     depth: dict[Value, int] = {}
-    again, kept = _needed_again(region), region.grid is None
+    again, kept = _needed_again(region), not region.grid.recomputed
     forward = recomputed = 0
 
     def across(node: Node) -> bool:
@@ -415,7 +416,7 @@ def _halo(demands: Sequence[Window], length: int, tiles: int, devices: int) -> t
     return int((own.starts - lo)[1:].min()), int((hi - own.stops)[:-1].min())
 
 
-def _grid(grid: Grid) -> str:
+def _grid(grid: GridSpec) -> str:
     if not isinstance(grid, tuple):
         return "untiled" if grid is None else "untiled, recomputed"
     return " x ".join(map(str, grid)) + " tiles"

@@ -14,8 +14,8 @@ from ._errors import TilingError
 from ._graph.build import Policy, build
 from ._graph.trace import Traced, inside, trace
 from ._mesh.devices import Devices, automatic, devices_of
+from ._regions.grid import GridSpec, Tiles
 from ._regions.regions import Schedule, schedule
-from ._regions.targets import WHOLE, Grid, Tiles
 from ._run.execute import execute
 from .policy import GraphPolicy, resolve
 from .policy._outline import apply, outlined
@@ -26,7 +26,7 @@ class Options:
     """How a function is to be tiled: the keywords of `jaxtile.checkpoint`."""
 
     in_axes: Any
-    tiles: Tiles = WHOLE
+    tiles: Tiles = "whole"
     policy: Policy | GraphPolicy | str | None = None
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
     mesh_axes: Sequence[str | None] | None = None
@@ -75,21 +75,22 @@ def scheduled(
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
     if not hasattr(policy, "choose"):
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
-        return schedule(graph, tiles, traced.rank, devices), traced
+        return schedule(graph, graph.stored, tiles, traced.rank, devices), traced
     view, values, graph = outlined(traced)
-    grids = apply(policy.choose(view), values)
+    stored, chosen = apply(policy.choose(view), values)
     if isinstance(tiles, Mapping):
         raise TilingError(
             f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "
             "to everything that the policy recomputes whole"
         )
     grids = {
-        key: tiles if grid == WHOLE else _per_device(grid, devices) for key, grid in grids.items()
+        key: tiles if grid == "whole" else _per_device(grid, devices)
+        for key, grid in chosen.items()
     }
-    return schedule(graph, grids, traced.rank, devices), traced
+    return schedule(graph, {**graph.stored, **stored}, grids, traced.rank, devices), traced
 
 
-def _per_device(grid: Grid, devices: Devices | None) -> Grid:
+def _per_device(grid: GridSpec, devices: Devices | None) -> GridSpec:
     """A policy chooses tiles for whole arrays; on a mesh, tiles stay as large as it wants them."""
     if devices is None or not isinstance(grid, tuple):
         return grid

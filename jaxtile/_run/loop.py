@@ -12,7 +12,8 @@ cotangent of a stored array is a second array of its size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +30,33 @@ from .._rules.reductions import accumulation_dtype, masked
 from .recompute import fill_in, like, select, zero_cotangent, zeros_after
 
 Array = jax.Array
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Layout:
+    """How the inputs and results of a loop lie in memory: here, as whole arrays."""
+
+    def shape(self, value: Value) -> Sequence[int]:
+        return value.aval.shape
+
+    def origin(self, value: Value, dim: int) -> np.ndarray | int:
+        """The position of an array's first element, for each tile."""
+        return 0
+
+    def counted(self, target: Target, cotangent: Array) -> Array:
+        """A cotangent of a target's operand, where it counts: elsewhere zeros."""
+        return cotangent
+
+    def scan(self, body: Body, carry: Any, xs: Any) -> tuple[Any, Any]:
+        return lax.scan(body, carry, xs)
 
 
 class Loop:
-    """The function of a region: whole arrays of inputs and globals to whole arrays of results."""
+    """The function of a region: inputs and globals to results, tile by tile, and its derivative."""
 
-    scan = staticmethod(lax.scan)
-
-    def __init__(self, region: Region):
+    def __init__(self, region: Region, layout: Layout | None = None):
         assert region.plan is not None
-        self.region, self.plan = region, region.plan
+        self.region, self.plan, self.layout = region, region.plan, layout or Layout()
         table = self.plan.table
         self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
         self.tiles = {v: region.windows(v) for t in region.targets for v in t.operands}
@@ -53,22 +71,13 @@ class Loop:
 
     def _slots(self, value: Value, windows: Windows):
         """Per dimension, the start of each tile's window and its size."""
-        shape = self.shape(value)
-        add = self.plan.table.add
+        add, layout = self.plan.table.add, self.layout
         return [
-            (add(windows[d].axis, windows[d].starts - self.origin(value, d)), windows[d].size)
+            (add(windows[d].axis, windows[d].starts - layout.origin(value, d)), windows[d].size)
             if d in windows
             else (0, n)
-            for d, n in enumerate(shape)
+            for d, n in enumerate(layout.shape(value))
         ]
-
-    def shape(self, value: Value) -> Sequence[int]:
-        """Of an input or a result, as this loop sees it."""
-        return value.aval.shape
-
-    def origin(self, value: Value, dim: int) -> np.ndarray | int:
-        """The position of its first element, for each tile."""
-        return 0
 
     def _ownership(self, value: Value, windows: Windows):
         """Where tiles overlap: dimension, and how many leading positions each tile owns."""
@@ -90,7 +99,9 @@ class Loop:
         targets = self.region.targets
         zeros = zeros_after([*inputs, *globals_])
         carry = [
-            self._start(t) if t.reduction else (zeros(self.shape(t.value), t.value.aval.dtype),)
+            self._start(t)
+            if t.reduction
+            else (zeros(self.layout.shape(t.value), t.value.aval.dtype),)
             for t in targets
         ]
 
@@ -110,11 +121,11 @@ class Loop:
                     remembered.append(target.reduction.reduction.remember(share))
             return new, remembered
 
-        return self.scan(body, carry, rows)
+        return self.layout.scan(body, carry, rows)
 
     def _start(self, target: Target) -> tuple[Array, ...]:
         """The state of a reduction before the first tile: the same number everywhere."""
-        shape = self.shape(target.result)
+        shape = self.layout.shape(target.result)
         state = target.reduction.reduction.start()
         return tuple(lax.slice(s, (0,) * s.ndim, shape) if s.shape != shape else s for s in state)
 
@@ -156,15 +167,15 @@ class Loop:
         """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
         kept, remembered = kept
         zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
-        carry = self._sums(inputs, globals_, wanted, len(rows), zeros)
+        carry = self.sums(inputs, globals_, wanted, len(rows), zeros)
 
         def body(carry, xs):
             row, remembered = list(xs[0]), xs[1]
             values, pull = self.tile(inputs, globals_, wanted, row)
             shares = self.cotangent_shares(values, kept, remembered, cotangents, row)
-            return self._added(carry, pull(shares), wanted, row), None
+            return self.added(carry, pull(shares), wanted, row), None
 
-        return self.scan(body, carry, (rows, remembered))[0]
+        return self.layout.scan(body, carry, (rows, remembered))[0]
 
     def tile(self, inputs, globals_, wanted, row):
         """The operands of each target in one tile, and their pullback to what is wanted."""
@@ -185,7 +196,7 @@ class Loop:
         shares = []
         remembered, states = iter(remembered), iter(kept)
         for k, (target, operands) in enumerate(zip(self.region.targets, values, strict=True)):
-            mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
+            noted, state = (next(remembered), next(states)) if target.reduction else (None, None)
             if cotangents[k] is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
                 shares.append([zero_cotangent(x) for x in operands])
                 continue
@@ -193,11 +204,12 @@ class Loop:
             share = [window(cotangents[k], self.result_slots[k], row)]
             if target.reduction is not None:
                 state = tuple(window(s, self.result_slots[k], row) for s in state)
-                share = target.reduction.reduction.pullback(operands, own, mine, state, share[0])
-            shares.append([masked(x, mask, 0) for x, mask in zip(share, own, strict=True)])
+                share = target.reduction.reduction.pullback(operands, own, noted, state, share[0])
+            mine = [masked(x, mask, 0) for x, mask in zip(share, own, strict=True)]
+            shares.append([self.layout.counted(target, x) for x in mine])
         return shares
 
-    def _sums(self, inputs, globals_, wanted, tiles: int, zeros):
+    def sums(self, inputs, globals_, wanted, tiles: int, zeros):
         """What the cotangents of the wanted inputs and globals are added up in."""
         sums = [
             zeros(x.shape, self._sum_dtype(x, slots, tiles))
@@ -208,7 +220,7 @@ class Loop:
         totals = [zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, wanted[1])]
         return sums, totals
 
-    def _added(self, carry, pulled, wanted, row):
+    def added(self, carry, pulled, wanted, row):
         (sums, totals), (from_windows, from_globals) = carry, pulled
         slots = select(self.input_slots, wanted[0])
         sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]

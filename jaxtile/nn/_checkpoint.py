@@ -14,7 +14,6 @@ from .._graph.operations import Operations
 from .._graph.operations import operations as operations_of_function
 from .._modules import Pure
 from .._regions.regions import Schedule
-from .._regions.targets import WHOLE
 from .._schedule import Options, scheduled, tiled
 
 _TAG = "jaxtile.nn.checkpoint"
@@ -24,7 +23,7 @@ def checkpoint(
     fun: Callable[..., Any],
     *,
     in_axes: Any,
-    tiles: Any = WHOLE,
+    tiles: Any = "whole",
     policy: Any = None,
     budget: int | str | None = None,
     mesh: Any = None,

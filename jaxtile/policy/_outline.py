@@ -17,7 +17,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,8 +27,8 @@ from .._geometry import Window
 from .._graph.build import build
 from .._graph.operations import Operation, Operations, contract
 from .._graph.trace import Traced, trace
-from .._graph.values import Graph, Node, Value
-from .._regions.targets import Grid
+from .._graph.values import Graph, Node, Storage, Value
+from .._regions.grid import GridSpec
 from .._regions.tile import plan
 from .._rules import traits
 
@@ -36,7 +36,7 @@ from .._rules import traits
 class Choice(NamedTuple):
     """What a policy does with one result: stores it, computed on this grid; perhaps on the host."""
 
-    grid: Grid
+    grid: GridSpec
     offload: bool = False
 
 
@@ -326,15 +326,18 @@ def _works(node: Node) -> bool:
     return traits(node.equation.primitive).kind in kinds
 
 
-def apply(choices: Choices, values: Mapping[str, Value]) -> dict[Any, Grid]:
-    """Mark what is stored, and the grids as `checkpoint` takes them."""
-    grids: dict[Any, Grid] = {}
+def apply(
+    choices: Choices, values: Mapping[str, Value]
+) -> tuple[Storage, dict[Value | EllipsisType, GridSpec]]:
+    """What a policy stores, and the grids as `jaxtile.checkpoint` takes them."""
+    stored: dict[Value, Literal["device", "host"]] = {}
+    grids: dict[Value | EllipsisType, GridSpec] = {}
     for name, choice in choices.items():
-        if name is ...:
+        if isinstance(name, EllipsisType):
             grids[...] = choice.grid
             continue
         value = values[name]
         if value.tiled and value.node is not None and value.node.reduction is None:
-            value.stored, value.offloaded = True, choice.offload
+            stored[value] = "host" if choice.offload else "device"
             grids[value] = choice.grid
-    return grids
+    return stored, grids
