@@ -36,7 +36,7 @@ class Grid:
 
 
 def grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
-    """The grid that the user gives to the region that computes a value; None: no value of theirs."""
+    """The grid of the region that computes a value; None: a value that the user cannot name."""
     if not isinstance(tiles, Mapping):
         return _checked(tiles, rank, "`tiles`")
     name = None if value is None else value.name

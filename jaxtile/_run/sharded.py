@@ -199,11 +199,8 @@ class _Blocks(Layout):
 
     def counted(self, target: Target, cotangent: Array) -> Array:
         """What all devices along a mesh axis compute alike counts on the first of them."""
-        if cotangent.dtype == jax.dtypes.float0:
-            return cotangent
-        return first_only(
-            cotangent, self.names(a for a in self.region.split if a not in target.axes)
-        )
+        alike = self.names(a for a in self.region.split if a not in target.axes)
+        return first_only(cotangent, alike)
 
     def scan(self, body: Body, carry: Any, xs: Any) -> tuple[Any, Any]:
         """Without a loop if there is but one tile."""
