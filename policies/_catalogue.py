@@ -17,7 +17,6 @@ from jaxtile._amounts import parse_bytes
 from jaxtile._plan.planner import Budget
 from jaxtile.policy import Choice, Choices, Decide, Outline, register
 
-from ._frameworks import retained
 from ._lower_sets import (
     ForwardGraph,
     ancestor_sets,
@@ -41,11 +40,26 @@ def _store_all(argument: str) -> Decide:
     return lambda outline: {...: Choice(None)}
 
 
+# Of an operation, by its kind: does Chainer keep its inputs, does it keep its output?
+_CHAINER_KEEPS = {
+    "convolution": (True, False),
+    "contraction": (True, False),
+    "elementwise": (False, True),
+    "max_pool": (True, True),
+    "reduction": (True, False),
+}
+
+
 @register("retained", "", "what Chainer keeps for its backward pass: elementwise work is redone")
 def _retained(argument: str) -> Decide:
     def decide(outline: Outline) -> Choices:
         tiled = {p.name for p in outline.parts if p.tiled}
-        return storing([name for name in retained(outline.operations) if name in tiled])
+        kept: list[str] = []
+        for operation in outline.operations.operations:
+            inputs, output = _CHAINER_KEEPS.get(operation.kind, (False, False))
+            kept += [t.name for t in operation.inputs] if inputs else []
+            kept += [operation.name] if output else []
+        return storing([name for name in kept if name in tiled])
 
     return decide
 

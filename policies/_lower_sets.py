@@ -100,19 +100,6 @@ def lower_sets(graph: ForwardGraph, most: int | None = None) -> list[int] | None
     return found
 
 
-def depth_first_sets(graph: ForwardGraph) -> list[int]:
-    """All lower sets, in the order in which a depth-first search lists them."""
-    listed, stack = {0: None}, [0]
-    while stack:
-        low = stack.pop()
-        for v in _members(graph.everything & ~low):
-            bigger = low | 1 << v
-            if not graph.inputs[v] & ~low and bigger not in listed:
-                listed[bigger] = None
-                stack.append(bigger)
-    return list(listed)
-
-
 def ancestor_sets(graph: ForwardGraph) -> list[int]:
     """Of each value, it and all that it is computed from; nothing; and everything."""
     ancestors: list[int] = []
@@ -151,19 +138,13 @@ class Chain(NamedTuple):
         return tuple(graph.names[v] for v in _members(kept))
 
 
-def smallest_budget(
-    graph: ForwardGraph, family: Sequence[int], *, as_listed: bool = False
-) -> Chain:
-    """The schedule with the lowest peak.
-
-    `as_listed`: consider only steps to sets that are later in the list, as some programs do; if a
-    set is listed before one of its subsets, steps are lost.
-    """
+def smallest_budget(graph: ForwardGraph, family: Sequence[int]) -> Chain:
+    """The schedule with the lowest peak."""
 
     def extend(label: Label, stage: Stage) -> Label:
         return label[0] + stage.kept, max(label[1], label[0] + stage.peak)
 
-    found = _search(graph, family if as_listed else sorted(family, key=int.bit_count), extend)
+    found = _search(graph, family, extend)
     assert found is not None  # one stage with everything in it is a schedule
     return found
 
@@ -177,7 +158,7 @@ def cheapest_within(graph: ForwardGraph, family: Sequence[int], budget: int) -> 
         fits = label[0] + stage.peak <= budget
         return (label[0] + stage.kept, label[1] + stage.work) if fits else None
 
-    return _search(graph, sorted(family, key=int.bit_count), extend)
+    return _search(graph, family, extend)
 
 
 def square_root(graph: ForwardGraph) -> Chain:
@@ -203,13 +184,14 @@ def square_root(graph: ForwardGraph) -> Chain:
 
 
 def _search(
-    graph: ForwardGraph, sets: Sequence[int], extend: Callable[[Label, Stage], Label | None]
+    graph: ForwardGraph, family: Sequence[int], extend: Callable[[Label, Stage], Label | None]
 ) -> Chain | None:
     """The chain whose label has the lowest second number.
 
     Per set, labels of the chains that end there; those that another beats in both numbers are left
     out. `extend` gives the label of a chain with one more stage, None if that must not be.
     """
+    sets = sorted(family, key=int.bit_count)
     boundaries = [graph.boundary(low) for low in sets]
     totals = [graph.total(graph.bytes, low) for low in sets]
     works = [graph.total(graph.work, low) for low in sets]
