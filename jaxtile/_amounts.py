@@ -22,12 +22,13 @@ def parse_bytes(amount: int | float | str) -> int:
     >>> parse_bytes("2GiB"), parse_bytes("1.5 GB"), parse_bytes(4096)
     (2147483648, 1500000000, 4096)
     """
-    number = amount
+    number = math.nan
     if isinstance(amount, str):
-        found = re.fullmatch(_AMOUNT, amount.lower())
-        number = float(found[1]) * _UNITS.get(found[2], math.nan) if found else math.nan
-    valid = isinstance(number, int | float) and not isinstance(number, bool)
-    if not valid or not 1 <= number < math.inf:
+        if found := re.fullmatch(_AMOUNT, amount.lower()):
+            number = float(found[1]) * _UNITS.get(found[2], math.nan)
+    elif isinstance(amount, int | float) and not isinstance(amount, bool):
+        number = amount
+    if not 1 <= number < math.inf:
         raise ValueError(
             f"{amount!r} is not an amount of memory: write a positive number and a unit (B, kB, "
             "MB, GB, TB, or KiB, MiB, GiB, TiB), as '2GiB'"

@@ -1,4 +1,10 @@
-"""Functions of NNX modules as functions of their states."""
+"""Functions of NNX modules as functions of their states.
+
+jaxtile traces functions of pytrees. A Flax NNX module is not one: it is a graph of Python objects
+that the function may change while it runs. So modules are split into pytrees of arrays, their
+states, before the call, and put together again inside it; what the function changed is returned,
+and written into the caller's modules afterwards.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +23,19 @@ from ._graph.trace import call_unchanged
 class Pure:
     """A function of modules as a function of their states.
 
-    It returns what the function returns, and the leaves of the states that it changed. The states
-    stand where the modules stood, so `in_axes` stays what it was; a module or variable that comes
-    again has nothing in its state there. To write the changes into the modules, give the tag of an
-    `nnx.update_context`, which knows what is what inside and outside, and call `update` in it.
+    `Pure(fun, args, kwargs)` has the states in its `args` and `kwargs`, at the places of the
+    modules, so `in_axes` stays what it was. A module or variable that occurs a second time has an
+    empty state there. Calling it with states gives what `fun` returns, and the arrays that it
+    changed. To write these into the caller's modules, pass the tag of an `nnx.update_context`,
+    which matches the modules inside the call with those outside, and call `update`::
+
+        with nnx.update_context(tag):
+            pure = Pure(fun, args, kwargs, tag)
+            return pure.update(*pure(*pure.args, **pure.kwargs))
     """
+
+    states: Any
+    """The structure of the states after the call."""
 
     def __init__(
         self,
@@ -60,14 +74,14 @@ class Pure:
         return self(*args, **kwargs)[0]
 
     def update(self, out: Any, changed: list[jax.Array]) -> Any:
-        """Write the changes into the modules; and the result, with modules in it again."""
+        """Write the changes into the caller's modules. Returns the result, with modules in it."""
         if self.as_they_were:
             return out
         given, new = jax.tree.leaves((self.args, self.kwargs)), iter(changed)
         leaves = [next(new) if i is None else given[i] for i in self.kept]
         states = jax.tree.unflatten(self.states, leaves)
-        # A variable of an outer trace must not change. To write it as it is raises before NNX
-        # takes the modules to pieces.
+        # NNX refuses to change a variable of an outer trace. Writing each as it is raises that
+        # error now, before `merge` has changed some of them.
         for _, x in nnx.iter_graph(self.modules, graph=True):
             if isinstance(x, nnx.Variable):
                 x.set_raw_value(x.get_raw_value())

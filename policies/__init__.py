@@ -15,8 +15,3 @@ from jaxtile.policy import names as names
 from jaxtile.policy import resolve as resolve
 
 from . import _catalogue as _catalogue  # enters the policies into the table of names
-from ._frameworks import chainer as chainer
-from ._frameworks import retained as retained
-from ._frameworks import tensorflow as tensorflow
-from ._frameworks import training_steps as training_steps
-from ._frameworks import untied as untied

@@ -1,7 +1,9 @@
 """The catalogue: named policies, from the fastest to the smallest.
 
-All of them see the outline of the whole function. Unless the caller gives tiles, what lies between
-stored results is recomputed whole, as by `jax.checkpoint`.
+Each function below is called with what comes after the colon of a name (`k` of `every:k`), and
+returns a function from the outline of the whole function to the choices: which results are stored,
+and on which grid everything is computed. Unless the caller gives tiles, what lies between stored
+results is recomputed whole, as by `jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -9,13 +11,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Final
 
 from jaxtile._amounts import parse_bytes
 from jaxtile._plan.planner import Budget
-from jaxtile.policy import Choice, Outline, register
+from jaxtile.policy import Choice, Choices, Decide, Outline, register
 
-from ._frameworks import retained
 from ._lower_sets import (
     ForwardGraph,
     ancestor_sets,
@@ -25,46 +26,61 @@ from ._lower_sets import (
     square_root,
 )
 
-WHOLE = "whole"
+WHOLE: Final = "whole"
 _MOST_LOWER_SETS = 2000
 
 
-def storing(stored: Collection[str], *, offload: bool = False) -> dict[Any, Choice]:
+def storing(stored: Collection[str], *, offload: bool = False) -> Choices:
     """Store these results, recompute everything else whole."""
     return {**{name: Choice(WHOLE, offload) for name in stored}, ...: Choice(WHOLE)}
 
 
 @register("store_all", "", "plain JAX: nothing is recomputed")
-def _store_all(argument: str):
+def _store_all(argument: str) -> Decide:
     return lambda outline: {...: Choice(None)}
 
 
+# Of an operation, by its kind: does Chainer keep its inputs, does it keep its output?
+_CHAINER_KEEPS = {
+    "convolution": (True, False),
+    "contraction": (True, False),
+    "elementwise": (False, True),
+    "max_pool": (True, True),
+    "reduction": (True, False),
+}
+
+
 @register("retained", "", "what Chainer keeps for its backward pass: elementwise work is redone")
-def _retained(argument: str):
-    def decide(outline: Outline):
-        return storing([n for n in retained(outline.operations) if _storable(outline, n)])
+def _retained(argument: str) -> Decide:
+    def decide(outline: Outline) -> Choices:
+        tiled = {p.name for p in outline.parts if p.tiled}
+        kept: list[str] = []
+        for operation in outline.operations.operations:
+            inputs, output = _CHAINER_KEEPS.get(operation.kind, (False, False))
+            kept += [t.name for t in operation.inputs] if inputs else []
+            kept += [operation.name] if output else []
+        return storing([name for name in kept if name in tiled])
 
     return decide
 
 
 @register("store_convs", "", "results of convolutions and contractions; all between is recomputed")
-def _store_convs(argument: str):
-    def decide(outline: Outline):
-        work = ("convolution", "contraction")
-        return storing([p.name for p in outline.parts if p.tiled and p.operation.kind in work])
-
-    return decide
+def _store_convs(argument: str) -> Decide:
+    work = ("convolution", "contraction")
+    return lambda outline: storing(
+        [p.name for p in outline.parts if p.tiled and p.operation.kind in work]
+    )
 
 
 @register("every", "k", "every k-th result")
-def _every(argument: str):
+def _every(argument: str) -> Decide:
     k = _positive(argument, "every:k")
     return lambda outline: storing([p.name for p in outline.parts if p.tiled][k - 1 :: k])
 
 
 @register("sqrt", "", "Chen et al.: about sqrt(n) stretches of equal bytes; one more forward pass")
-def _sqrt(argument: str):
-    def decide(outline: Outline):
+def _sqrt(argument: str) -> Decide:
+    def decide(outline: Outline) -> Choices:
         graph = _tiled_graph(outline)
         return storing(square_root(graph).stored(graph))
 
@@ -72,10 +88,10 @@ def _sqrt(argument: str):
 
 
 @register("lower_sets", "BYTES", "Kusumoto et al.: least recomputation within BYTES of activations")
-def _lower_sets(argument: str):
+def _lower_sets(argument: str) -> Decide:
     budget = parse_bytes(argument)
 
-    def decide(outline: Outline):
+    def decide(outline: Outline) -> Choices:
         graph = _tiled_graph(outline)
         family = lower_sets(graph, _MOST_LOWER_SETS) or ancestor_sets(graph)
         chain = cheapest_within(graph, family, budget)
@@ -91,30 +107,30 @@ def _lower_sets(argument: str):
 
 
 @register("names", "a,b,...", "the results with these names")
-def _names(argument: str):
+def _names(argument: str) -> Decide:
     return lambda outline: storing(_known(outline, argument))
 
 
 @register("offload", "a,b,...", "the results with these names, kept in host memory meanwhile")
-def _offload(argument: str):
+def _offload(argument: str) -> Decide:
     return lambda outline: storing(_known(outline, argument), offload=True)
 
 
 @register("budget", "BYTES", "the planner: the fastest schedule whose compiled step fits BYTES")
-def _budget(argument: str):
+def _budget(argument: str) -> Decide:
     return Budget(argument).choose
 
 
 @register("recompute_all", "", "stores nothing and recomputes everything at once")
-def _recompute_all(argument: str):
+def _recompute_all(argument: str) -> Decide:
     return lambda outline: storing([])
 
 
 @register("tiled", "HxW", "stores nothing and computes in HxW tiles: the least memory")
-def _tiled(argument: str):
+def _tiled(argument: str) -> Decide:
     grid = tuple(_positive(n, "tiled:HxW") for n in argument.lower().split("x"))
 
-    def decide(outline: Outline):
+    def decide(outline: Outline) -> Choices:
         if len(grid) != outline.rank:
             raise ValueError(
                 f"the policy 'tiled:{argument}' has {len(grid)} numbers, but `in_axes` has "
@@ -152,8 +168,10 @@ def _known(outline: Outline, argument: str) -> list[str]:
 
 
 def _tiled_graph(outline: Outline) -> ForwardGraph:
-    """The graph of the tiled results; the others are small. One more value stands for the end of
-    the function, so that what ends in a reduction is read by something.
+    """The graph of the tiled results; the others are small.
+
+    One more value, which reads all that nothing else does, stands for the end of the function. So a
+    result that only a reduction reads belongs to a boundary.
     """
     parts = outline.parts
     tiled = {k: i for i, k in enumerate(k for k, p in enumerate(parts) if p.tiled)}
@@ -166,7 +184,3 @@ def _tiled_graph(outline: Outline) -> ForwardGraph:
         (*(parts[k].bytes for k in tiled), 0),
         (*(parts[k].operation.flops for k in tiled), 0),
     )
-
-
-def _storable(outline: Outline, name: str) -> bool:
-    return any(p.name == name and p.tiled for p in outline.parts)

@@ -1,27 +1,34 @@
-"""Recomputation over lower sets of a forward graph.
+"""Which results to keep, by lower sets of the forward graph.
 
-Kusumoto, Inoue, Watanabe, Akiba, Koyama: "A Graph Theoretic Framework of Recomputation Algorithms
-for Memory-Efficient Backpropagation" (NeurIPS 2019). A lower set holds, with a value, all that the
-value is computed from. A schedule is a growing chain of lower sets, from nothing to the whole.
-Going forward, the values of a stage (what a set has more than the one before) are computed and then
-dropped, but for the set's boundary: those that something outside the set reads. Going backward, the
-stages are computed once more, last to first, and differentiated.
+Problem: of all results of a forward pass, keep some, and compute the others again in the backward
+pass, with the least work for a given number of bytes.
 
-In the paper's memory model a stage takes: what earlier boundaries keep; twice its own values (they
-and their gradients); the gradients of values outside the set that read from it; and the other
-values that those are computed from. It counts every value in full, nothing is freed within a stage,
-and the arguments of the function are not counted.
+Idea (Kusumoto, Inoue, Watanabe, Akiba, Koyama: "A Graph Theoretic Framework of Recomputation
+Algorithms for Memory-Efficient Backpropagation", NeurIPS 2019). A *lower set* holds, with each
+value, all that the value is computed from. A schedule is a chain of growing lower sets, from the
+empty one to the whole graph. What one set has more than the one before it is a *stage*. In the
+forward pass a stage is computed, and of it only the set's *boundary* is kept: the values that
+something outside the set reads. In the backward pass the stages are computed once more, from the
+last to the first, and differentiated. For values `a -> b -> c -> d`, the chain `{a, b}`,
+`{a, b, c, d}` keeps `b`, and computes `a`, then `c`, again.
 
-Sets of values are bit masks. The programme over all lower sets is exact and takes time quadratic in
-their number, which grows exponentially with the graph's width (331 sets for the U-Net); over the
+Memory, in the paper's model, is the largest sum over the stages of: what earlier boundaries keep;
+twice the stage's values (they and their gradients); the gradients of values outside the set that
+read from it; and the other values that those are computed from.
+
+Limits: the model counts every value in full, frees nothing within a stage, and does not count the
+arguments of the function. The search over all lower sets is exact and takes time quadratic in their
+number, which grows exponentially with the width of the graph (331 sets for the U-Net); over the
 ancestor sets of single values it is approximate and fast.
+
+Sets of values are bit masks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxtile._graph.operations import Operations
@@ -29,7 +36,7 @@ from jaxtile._graph.operations import Operations
 
 @dataclasses.dataclass(frozen=True)
 class ForwardGraph:
-    """Values in topological order, with what each is computed from (a mask), bytes, and work."""
+    """Values in topological order: names, what each is computed from (a mask), bytes and work."""
 
     names: tuple[str, ...]
     inputs: tuple[int, ...]
@@ -60,15 +67,13 @@ class ForwardGraph:
 
     def boundary(self, low: int) -> int:
         """Values of a set that something outside it reads."""
-        outside = self._read_by(self.everything & ~low)
-        return low & outside
+        return low & self._read_by(self.everything & ~low)
 
     def beyond(self, low: int) -> int:
         """Bytes outside a set that its last stage still needs in the backward pass."""
         readers = sum(1 << v for v in _members(self.everything & ~low) if self.inputs[v] & low)
-        return self.total(self.bytes, readers) + self.total(
-            self.bytes, self._read_by(readers) & ~low
-        )
+        others = self._read_by(readers) & ~low
+        return self.total(self.bytes, readers) + self.total(self.bytes, others)
 
     def _read_by(self, values: int) -> int:
         read = 0
@@ -95,19 +100,6 @@ def lower_sets(graph: ForwardGraph, most: int | None = None) -> list[int] | None
     return found
 
 
-def depth_first_sets(graph: ForwardGraph) -> list[int]:
-    """All lower sets, in the order in which a depth-first search lists them."""
-    listed, stack = {0: None}, [0]
-    while stack:
-        low = stack.pop()
-        for v in _members(graph.everything & ~low):
-            bigger = low | 1 << v
-            if not graph.inputs[v] & ~low and bigger not in listed:
-                listed[bigger] = None
-                stack.append(bigger)
-    return list(listed)
-
-
 def ancestor_sets(graph: ForwardGraph) -> list[int]:
     """Of each value, it and all that it is computed from; nothing; and everything."""
     ancestors: list[int] = []
@@ -117,6 +109,18 @@ def ancestor_sets(graph: ForwardGraph) -> list[int]:
             low |= ancestors[u]
         ancestors.append(low)
     return sorted({0, graph.everything, *ancestors}, key=lambda low: (low.bit_count(), low))
+
+
+Label = tuple[int, int]
+"""Of the first stages of a schedule: the bytes that they keep, and the cost to be minimised."""
+
+
+class Stage(NamedTuple):
+    """What one stage adds to a schedule, in bytes and in operations that are done again."""
+
+    kept: int
+    peak: int
+    work: int
 
 
 class Chain(NamedTuple):
@@ -134,20 +138,15 @@ class Chain(NamedTuple):
         return tuple(graph.names[v] for v in _members(kept))
 
 
-def smallest_budget(
-    graph: ForwardGraph, family: Sequence[int], *, as_listed: bool = False
-) -> Chain:
-    """The schedule with the lowest peak.
+def smallest_budget(graph: ForwardGraph, family: Sequence[int]) -> Chain:
+    """The schedule with the lowest peak."""
 
-    `as_listed`: consider only steps to sets that are later in the list, as some programs do; if a
-    set is listed before one of its subsets, steps are lost.
-    """
+    def extend(label: Label, stage: Stage) -> Label:
+        return label[0] + stage.kept, max(label[1], label[0] + stage.peak)
 
-    def extend(state: tuple[int, ...], kept: int, peak: int, work: int) -> tuple[int, ...] | None:
-        return state[0] + kept, max(state[1], state[0] + peak)
-
-    sets = family if as_listed else sorted(family, key=int.bit_count)
-    return _search(graph, sets, (0, 0), extend, lambda state: state[1])
+    found = _search(graph, family, extend)
+    assert found is not None  # one stage with everything in it is a schedule
+    return found
 
 
 def cheapest_within(graph: ForwardGraph, family: Sequence[int], budget: int) -> Chain | None:
@@ -155,11 +154,11 @@ def cheapest_within(graph: ForwardGraph, family: Sequence[int], budget: int) -> 
     none.
     """
 
-    def extend(state: tuple[int, ...], kept: int, peak: int, work: int) -> tuple[int, ...] | None:
-        return (state[0] + kept, state[1] + work) if state[0] + peak <= budget else None
+    def extend(label: Label, stage: Stage) -> Label | None:
+        fits = label[0] + stage.peak <= budget
+        return (label[0] + stage.kept, label[1] + stage.work) if fits else None
 
-    sets = sorted(family, key=int.bit_count)
-    return _search(graph, sets, (0, 0), extend, lambda state: state[1])
+    return _search(graph, family, extend)
 
 
 def square_root(graph: ForwardGraph) -> Chain:
@@ -185,41 +184,44 @@ def square_root(graph: ForwardGraph) -> Chain:
 
 
 def _search(
-    graph: ForwardGraph,
-    sets: Sequence[int],
-    start: tuple[int, ...],
-    extend: Callable[[tuple[int, ...], int, int, int], tuple[int, ...] | None],
-    cost: Callable[[tuple[int, ...]], int],
+    graph: ForwardGraph, family: Sequence[int], extend: Callable[[Label, Stage], Label | None]
 ) -> Chain | None:
-    """The cheapest chain, by labels (kept bytes, cost) of which no other is better in both."""
+    """The chain whose label has the lowest second number.
+
+    Per set, labels of the chains that end there; those that another beats in both numbers are left
+    out. `extend` gives the label of a chain with one more stage, None if that must not be.
+    """
+    sets = sorted(family, key=int.bit_count)
     boundaries = [graph.boundary(low) for low in sets]
     totals = [graph.total(graph.bytes, low) for low in sets]
     works = [graph.total(graph.work, low) for low in sets]
     beyond = [graph.beyond(low) for low in sets]
-    labels: list[dict[tuple[int, ...], tuple[int, tuple[int, ...]] | None]] = [{} for _ in sets]
-    labels[0][start] = None
+    # Per set and label, the set before it in the chain, and the label there.
+    labels: list[dict[Label, tuple[int, Label]]] = [{} for _ in sets]
+    labels[0][0, 0] = 0, (0, 0)
     for i, low in enumerate(sets):
         best = _undominated(labels[i])
         for j in range(i + 1, len(sets)):
             if not best or low & ~sets[j]:
                 continue
             new = boundaries[j] & ~low
-            kept = graph.total(graph.bytes, new)
-            peak = 2 * (totals[j] - totals[i]) + beyond[j]
-            work = works[j] - works[i] - graph.total(graph.work, new)
-            for state in best:
-                after = extend(state, kept, peak, work)
+            stage = Stage(
+                kept=graph.total(graph.bytes, new),
+                peak=2 * (totals[j] - totals[i]) + beyond[j],
+                work=works[j] - works[i] - graph.total(graph.work, new),
+            )
+            for label in best:
+                after = extend(label, stage)
                 if after is not None:
-                    labels[j].setdefault(after, (i, state))
+                    labels[j].setdefault(after, (i, label))
     at = sets.index(graph.everything)
-    ends = _undominated(labels[at])
-    if not ends:
+    if not labels[at]:
         return None
-    state = min(ends, key=cost)
+    label = min(_undominated(labels[at]), key=lambda label: label[1])
     chain = []
     while at:
         chain.append(sets[at])
-        at, state = labels[at][state]
+        at, label = labels[at][label]
     return _measured(graph, tuple(chain[::-1]))
 
 
@@ -234,8 +236,8 @@ def _measured(graph: ForwardGraph, chain: tuple[int, ...]) -> Chain:
     return Chain(chain, peak, work)
 
 
-def _undominated(labels) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
+def _undominated(labels: Iterable[Label]) -> list[Label]:
+    found: list[Label] = []
     for label in sorted(labels):
         if not found or label[1] < found[-1][1]:
             found.append(label)

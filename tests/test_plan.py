@@ -127,7 +127,7 @@ def test_the_promise_is_about_the_program_that_runs(monkeypatch):
 
     budget = int(0.6 * compiled_bytes(network))
     expected = plan(network, budget)
-    monkeypatch.setattr(jaxtile, "compiled_bytes", too_little)
+    monkeypatch.setattr("jaxtile._plan.search.compiled_bytes", too_little)
     found, _, after = told(network, budget)
     assert any("is too much for" in line for line in after)
     tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=found)

@@ -1,9 +1,9 @@
-"""Bytes of a compiled program: the compiler is the model of its own memory.
+"""How many bytes a compiled program needs, as the compiler says.
 
-What XLA fuses, in which order it runs kernels and how it packs their results cannot be foretold
-from a traced function. But most of what makes a compilation slow comes after all that: on a GPU,
-timing many algorithms for each convolution; on a CPU, optimising machine code. So a program is
-compiled without these, in seconds, and its bytes are read.
+What XLA fuses, in which order it runs kernels and how it packs their results cannot be told from a
+traced function, so the bytes of a program are known only once it is compiled. But most of the time
+of a compilation is spent after the bytes are decided: on a GPU, on timing many algorithms for each
+convolution; on a CPU, on optimising machine code. Without these a program is compiled in seconds.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _SKIPPED = {
 
 
 def compiled_bytes(lowered: Any, platform: str | None = None) -> Bytes:
-    """The bytes of a program, compiled only to read them: several times faster than to run it.
+    """The bytes of a program, from a fast compilation that only serves to read them.
 
-    On a CPU they are those of the program as it will run. On a GPU an algorithm that autotuning
-    chooses may want more scratch space than the first that is suggested, so that a promise about
-    the bytes needs `Bytes.of(lowered.compile())` in the end.
+    On a CPU they are the bytes of the program as it will run. On a GPU they may be a little too
+    few: the algorithm that autotuning chooses may want more scratch space than the one that is
+    compiled here. If the bytes must be certain, ask `Bytes.of(lowered.compile())`.
 
     Args:
       lowered: what `jax.jit(fun).lower(*args)` gives.

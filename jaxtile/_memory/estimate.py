@@ -1,12 +1,13 @@
-"""Bytes of a traced function without compiling it: a first guess, in milliseconds.
+"""Bytes of a traced function without compiling it: a guess that takes milliseconds.
 
 Arrays are counted while they are live, in the order of the trace. Elementwise work and data
 movement are taken to be part of whatever reads them, as a compiler fuses them: their results become
-arrays only where something that cannot be fused into (a convolution, say) reads them. A loop needs
-what one iteration needs.
+arrays only where something that cannot be fused with them (a convolution, say) reads them. A loop
+needs what one iteration needs.
 
-An estimate ranks schedules and goes on a screen; nothing is promised about its accuracy. XLA orders
-and packs differently, and libraries have scratch space: `compiled_bytes` asks the compiler.
+The estimate is for comparing functions and for a first number on a screen; its accuracy is not
+promised. XLA orders and packs differently, and libraries have scratch space: `compiled_bytes` asks
+the compiler.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def _aliases(given: Iterable[Value], outputs: Iterable[Value]) -> int:
 class _Steps:
     """A graph as steps that read and write arrays.
 
-    An array is live from the step that writes it to the last one that reads it, both included. What
-    no step writes, an argument, lies elsewhere.
+    An array is live from the step that writes it to the last one that reads it, both included.
+    Arguments are written by no step, and not counted.
     """
 
     def __init__(self, graph: Graph):
@@ -140,7 +141,7 @@ class _Steps:
         return self.sources.get(value, frozenset([value]))
 
     def _array(self, value: Value) -> frozenset[Value]:
-        """The arrays that something which cannot be fused into reads: fused work is done first."""
+        """The arrays that a reader without fusion reads: fused work becomes an array first."""
         value = value.array
         read = self._read(value)
         same = len(read) == 1 and next(iter(read)).bytes == value.bytes

@@ -1,12 +1,12 @@
 """What a compiled program holds, read from its scheduled HLO text.
 
-XLA's `memory_analysis` gives sums. The text gives the instructions in the order in which they run,
-so a walk over them says which buffers are live where the sum is largest, and what made them: the
-only reliable answer to "was this value kept or computed again?". Loop bodies are walked in turn,
-and what they hold at most is added where the loop runs.
+XLA's `memory_analysis` gives the number of bytes, but not which arrays they are. The program's text
+lists the instructions in the order in which they run. A walk over them finds which buffers are live
+at the moment when most bytes are, and which instructions made them. So one can see whether a value
+was kept for the backward pass or computed again. Bodies of loops are walked where the loop runs.
 
-Known inefficiencies: XLA packs buffers into one block, here they are only added up; which result
-takes over the buffer of a dying operand is guessed from opcodes and shapes; scratch space inside
+Limits: XLA packs buffers into one block, here their sizes are added up; whether a result is written
+over an operand that nobody reads again is guessed from opcodes and shapes; scratch space inside
 library calls is not in the text.
 """
 
@@ -33,6 +33,8 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
+    """One array of an instruction's result."""
+
     dtype: str
     shape: tuple[int, ...]
 
@@ -122,7 +124,9 @@ def _closing(text: str, begin: int) -> int:
 
 def _leaves(shape: str) -> tuple[tuple[Leaf, ...], tuple[tuple[int, int], ...]]:
     """The arrays in a shape, in order, and where the elements of the outermost tuple lie."""
-    leaves, spans, depth, start = [], [], 0, 0
+    leaves: list[Leaf] = []
+    spans: list[tuple[int, int]] = []
+    depth = start = 0
     for token in _SHAPE.finditer(shape):
         if token[0] == "(":
             depth += 1
@@ -154,12 +158,14 @@ _NOT_IN_PLACE = frozenset(
     """.split()
 )
 Place = tuple[str, int]
-"""An instruction and the number of its leaf: who first wrote a buffer."""
+"""A buffer: the instruction that first wrote it, and the number of its leaf."""
+Places = collections.defaultdict[str, list[Place]]
+"""Per instruction, the buffers of its leaves; none for names that are not in the computation."""
 
 
 @dataclasses.dataclass(eq=False)
 class Buffer:
-    """A leaf of an instruction, held from one step to another, both included."""
+    """A leaf of an instruction, and the first and the last moment at which it is held."""
 
     instruction: Instruction
     leaf: Leaf
@@ -218,9 +224,9 @@ class _Walk:
             live[place].end = self.now
         return found
 
-    def _places(self, instructions: Sequence[Instruction]) -> dict[str, list[Place]]:
+    def _places(self, instructions: Sequence[Instruction]) -> Places:
         """Where each leaf of each instruction lies."""
-        places = collections.defaultdict(list)
+        places: Places = collections.defaultdict(list)
         by_name = {it.name: it for it in instructions}
         for it in instructions:
             own = [(it.name, k) for k in range(len(it.leaves))]
@@ -235,8 +241,8 @@ class _Walk:
             places[it.name] = own
         return self._in_place(instructions, places)
 
-    def _in_place(self, instructions, places):
-        """The same, where results take over the buffers of operands that are not read again."""
+    def _in_place(self, instructions: Sequence[Instruction], places: Places) -> Places:
+        """The same, where results are written over operands that are not read again."""
         last = {p: i for i, it in enumerate(instructions) for o in it.operands for p in places[o]}
         leaves = {(it.name, k): leaf for it in instructions for k, leaf in enumerate(it.leaves)}
         fixed = {it.name for it in instructions if it.opcode in _FREE}
@@ -250,8 +256,8 @@ class _Walk:
         for i, it in enumerate(instructions):
             if it.opcode in _VIEWS | _FREE or not self._overwrites(it):
                 continue
-            free = [p for p in dict.fromkeys(final(p) for o in it.operands for p in places[o])]
-            free = [p for p in free if last.get(p) == i and p[0] not in fixed]
+            read = dict.fromkeys(final(p) for o in it.operands for p in places[o])
+            free = [p for p in read if last.get(p) == i and p[0] not in fixed]
             for place in places[it.name]:
                 same = next((p for p in free if leaves[p] == leaves[place]), None)
                 if same is not None:

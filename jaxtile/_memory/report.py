@@ -1,13 +1,14 @@
-"""The memory of any JAX function, said three times: estimated, compiled, observed.
+"""The memory of any JAX function: estimated, compiled and observed, side by side.
 
-The estimate comes from the trace. The compiled figures are XLA's own. The observed peak is what the
-allocator saw. They are put side by side because each alone misleads: `jax.checkpoint` may be undone
-by the compiler, and then a function holds what it was told to forget. So the report also counts the
+The estimate is made from the traced function. The compiled figures are those that XLA gives. The
+observed peak is what the device's allocator handed out while the function ran once. Each of them
+alone can mislead. If the compiler undoes a `jax.checkpoint`, for instance, a function holds what it
+should have computed again, and only the compiled figures show it. So the report also counts the
 convolutions that were traced and those that were compiled, and names the largest values that the
 compiled program holds.
 
-Known inefficiencies: see `hlo` for the list of what is held. `memory` compiles the function once
-more than the call that follows it, unless it was jitted.
+Limits: see `hlo` for those of the list of what is held. `memory` compiles the function; a later
+call compiles it again, unless it was jitted.
 """
 
 from __future__ import annotations
@@ -179,8 +180,9 @@ def _report(found: Memory) -> str:
         ours = getattr(estimated.bytes, name)
         if name != "aliases" or ours or (there and there.aliases):
             sign = -1 if name == "aliases" else 1
-            rows.append((name, _mega(sign * ours), _mega(there and sign * getattr(there, name))))
-    rows.append(("total", _mega(estimated.bytes.total), _mega(there and there.total)))
+            theirs = sign * getattr(there, name) if there else None
+            rows.append((name, _mega(sign * ours), _mega(theirs)))
+    rows.append(("total", _mega(estimated.bytes.total), _mega(there.total if there else None)))
     if compiled.host:
         rows.append(("in host memory", "", _mega(compiled.host)))
     if found.observed_peak is not None:

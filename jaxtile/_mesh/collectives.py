@@ -1,10 +1,17 @@
-"""Reductions over tiled axes that are distributed over devices."""
+"""Reductions over tiled axes that are distributed over devices.
+
+The mean of an image whose rows lie on several devices needs all of them. Each device reduces what
+it owns, the devices combine their results, and every device goes on with the same number. In the
+backward pass each device has a share of the cotangent of that number, from what it did with it: the
+shares are added up over the devices first, and then each device pulls the sum back to its own part
+of the operands.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +26,13 @@ from .._rules.reductions import accumulation_dtype, masked
 from .devices import Devices
 
 Array = jax.Array
+Masks = Sequence[Array | None]
+"""Per operand, which elements of a device's part no other device has as well; None: all."""
 
 
-def merged(reduction: Reduction, state: tuple[Array, ...], names: Sequence[str]):
+def merged(
+    reduction: Reduction, state: tuple[Array, ...], names: Sequence[str]
+) -> tuple[Array, ...]:
     """The state over all devices along these mesh axes, the same bits on each of them."""
     if not names:
         return state
@@ -35,7 +46,10 @@ def merged(reduction: Reduction, state: tuple[Array, ...], names: Sequence[str])
 
 
 def first_only(x: Array, names: Sequence[str]) -> Array:
-    """Zero but on the first device along these axes: the others have the same, to be added once."""
+    """`x` on the first device along these axes, zeros on the others.
+
+    All of them have the same `x`, and it is going to be added up over devices.
+    """
     if not names:
         return x
     first = functools.reduce(jnp.logical_and, [lax.axis_index(n) == 0 for n in names])
@@ -58,18 +72,22 @@ class _Across:
 def reduction_step(devices: Devices, axes: Sequence[int], node: Node, wanted: Windows) -> Step:
     """How a reduction is computed inside a region of one tile per device, on these tiled axes.
 
-    Its tile of the operands is what the device owns along the axes that are reduced, and what is
-    wanted of the result along those that are not.
+    Along axes that are reduced, a device reads what it owns of the operands; along the others, what
+    is wanted of the result.
     """
     result = node.outputs[0]
     kept = {w.axis: w for w in wanted.values()}
-    needs, counts, masks = [], [], []
+    needs: list[Need] = []
+    counts: list[Window] = []
+    masks: list[tuple[int, int]] = []
     for value in node.inputs:
         windows: Windows = {}
         for d, (axis, n) in enumerate(zip(value.axes, value.aval.shape, strict=True)):
+            if axis is None:
+                continue
             if axis in kept:
                 windows[d] = kept[axis]
-            elif axis is not None:
+            else:
                 windows[d] = partition(axis, n, 1, devices.count(axis))
                 own = owned(windows[d], n)
                 if (own != windows[d].size).any():
@@ -77,10 +95,11 @@ def reduction_step(devices: Devices, axes: Sequence[int], node: Node, wanted: Wi
                     counts.append(Window(axis, own, 1))
         needs.append(Need(windows))
 
-    def names(which) -> tuple[str, ...]:
-        return tuple(devices.names[a] for a in axes if which(a) and devices.names[a] is not None)
+    def names(which: Callable[[int], bool]) -> tuple[str, ...]:
+        return tuple(name for a in axes if which(a) and (name := devices.names[a]) is not None)
 
     operand_axes = {a for v in node.inputs for a in v.axes if a is not None}
+    assert node.reduction is not None
     across = _Across(
         node.reduction,
         over=names(lambda a: a in operand_axes and a not in result.axes),
@@ -88,11 +107,11 @@ def reduction_step(devices: Devices, axes: Sequence[int], node: Node, wanted: Wi
         alike=names(lambda a: a not in operand_axes),
     )
 
-    def evaluate(scalars, *operands):
+    def evaluate(scalars: Sequence[Array], *operands: Array) -> list[Array]:
         mine: list[Array | None] = [None] * len(operands)
         for (k, d), count in zip(masks, scalars, strict=True):
-            inside = lax.broadcasted_iota(np.int32, operands[k].shape, d) < count
-            mine[k] = inside if mine[k] is None else mine[k] & inside
+            inside, before = lax.broadcasted_iota(np.int32, operands[k].shape, d) < count, mine[k]
+            mine[k] = inside if before is None else before & inside
         if not jnp.issubdtype(result.aval.dtype, jnp.inexact):
             return [_reduced(across, mine, operands)[0]]
         return [_reduce(across, mine, list(operands))]
@@ -100,25 +119,28 @@ def reduction_step(devices: Devices, axes: Sequence[int], node: Node, wanted: Wi
     return Step(needs, evaluate, positions=counts)
 
 
-def _reduced(across: _Across, mine, operands) -> tuple[Array, Any]:
+def _reduced(across: _Across, mine: Masks, operands: Sequence[Array]) -> tuple[Array, Any]:
+    """The result, and what its derivative must know."""
     share = across.reduction.partial(operands, mine)
     state = merged(across.reduction, share, across.over)
     return across.reduction.finish(state), (across.reduction.remember(share), state)
 
 
-# Each device pulls its own share of all cotangents back. A result that devices have in common thus
-# has a sum over them as its cotangent, and their shares of the operands follow from that.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _reduce(across: _Across, mine, operands) -> Array:
+def _reduce(across: _Across, mine: Masks, operands: Sequence[Array]) -> Array:
     return _reduced(across, mine, operands)[0]
 
 
-def _reduce_forward(across, mine, operands):
+def _reduce_forward(
+    across: _Across, mine: Masks, operands: Sequence[Array]
+) -> tuple[Array, tuple[Masks, Sequence[Array], Any]]:
     result, known = _reduced(across, mine, operands)
     return result, (mine, operands, known)
 
 
-def _reduce_backward(across, residuals, cotangent):
+def _reduce_backward(
+    across: _Across, residuals: tuple[Masks, Sequence[Array], Any], cotangent: Array
+) -> tuple[list[None], list[Array]]:
     mine, operands, (remembered, state) = residuals
     if across.repeated:
         wide = cotangent.astype(accumulation_dtype(cotangent.dtype))

@@ -38,9 +38,9 @@ class Devices:
     def blocks(self, shape: Sequence[int], axes: Sequence[int | None]) -> dict[int, Blocks]:
         """Per dimension that is distributed, its blocks."""
         return {
-            d: Blocks(self.names[a], n, self.count(a))
+            d: Blocks(name, n, self.mesh.shape[name])
             for d, (n, a) in enumerate(zip(shape, axes, strict=True))
-            if self.name(a) is not None
+            if (name := self.name(a)) is not None
         }
 
     def split(self, x: Array, axes: Sequence[int | None]) -> Array:
@@ -52,7 +52,7 @@ class Devices:
             )
         blocks = self.blocks(x.shape, axes)
         if any(b.uneven for b in blocks.values()):
-            # No sharding of JAX's describes such an array, so it comes from everywhere.
+            # JAX has no sharding for blocks that overlap: each device needs the whole array.
             x = jax.device_put(x, NamedSharding(self.mesh, P()))
             for d, b in blocks.items():
                 x = b.split(x, d)
@@ -71,10 +71,11 @@ class Devices:
 
 
 def automatic(run: Callable[..., tuple[list[Array], list[P]]], flat: Sequence[Any]) -> list[Array]:
-    """The arrays that `run` returns with their shardings; inside, no array's type has one.
+    """What `run` returns, called so that no array in it has a sharding as part of its type.
 
-    JAX's explicit meshes, the default of `jax.make_mesh`, make shardings part of types. They end
-    where the tiled function begins, and begin again behind it.
+    With JAX's explicit meshes, the default of `jax.make_mesh`, types have shardings, and equations
+    must agree on them. Those of a tiled function do not: so its arguments lose their shardings, and
+    its results get those that `run` returns beside them.
     """
     flat = [jnp.asarray(x) for x in flat]
     contexts = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in flat)]
@@ -85,7 +86,7 @@ def automatic(run: Callable[..., tuple[list[Array], list[P]]], flat: Sequence[An
     types = dict.fromkeys(mesh.axis_names, AxisType.Auto)
 
     @jax.jit
-    def call(*flat):
+    def call(*flat: Array) -> list[Array]:
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(types)):
             results, specs = run(*(jax.sharding.reshard(x, P(*(None,) * x.ndim)) for x in flat))
         shardings = [NamedSharding(mesh, spec) for spec in specs]
@@ -108,6 +109,16 @@ def devices_of(mesh: Any, mesh_axes: Any, rank: int) -> Devices | None:
             "makes it"
         )
     known = tuple(mesh.axis_names)
+    names = _checked(mesh_axes, known, rank)
+    # Between regions, XLA decides where an array lives: none has a sharding as part of its type.
+    automatic = (AxisType.Auto,) * len(known)
+    if isinstance(mesh, AbstractMesh):
+        return Devices(AbstractMesh(mesh.axis_sizes, known, axis_types=automatic), names)
+    return Devices(Mesh(mesh.devices, known, axis_types=automatic), names)
+
+
+def _checked(mesh_axes: Any, known: tuple[str, ...], rank: int) -> tuple[str | None, ...]:
+    """`mesh_axes`, if each of `rank` tiled axes has a mesh axis of its own, or none."""
     if mesh_axes is None or isinstance(mesh_axes, str) or not isinstance(mesh_axes, Sequence):
         raise TilingError(
             f"`mesh_axes` (={mesh_axes!r}) must be a tuple with one entry per tiled axis: the name "
@@ -133,8 +144,4 @@ def devices_of(mesh: Any, mesh_axes: Any, rank: int) -> Devices | None:
             f"`mesh_axes` (={names}) names no axis of `mesh`, which has {known}: name one, or "
             "leave out `mesh`"
         )
-    # Between regions, XLA decides where an array lives: none has a sharding as part of its type.
-    automatic = (AxisType.Auto,) * len(known)
-    if isinstance(mesh, AbstractMesh):
-        return Devices(AbstractMesh(mesh.axis_sizes, known, axis_types=automatic), names)
-    return Devices(Mesh(mesh.devices, known, axis_types=automatic), names)
+    return names

@@ -1,14 +1,16 @@
-"""Blocks and halos: who owns which positions of an array, and who sends which to whom.
+"""Blocks and halos: which device owns which positions of an array, and what devices send.
 
 Along one axis of a mesh with D devices, device `i` owns the positions `[i*n // D, (i+1)*n // D)` of
-an array of length `n`. Its *block* begins there and has `ceil(n / D)` positions on every device:
-where `n` does not divide, the last one may belong to the next device, and is never read.
+an array of length `n`. Arrays must have the same size on all devices, so what a device holds, its
+*block*, begins there and has `ceil(n / D)` positions. Where D does not divide `n`, the last
+position of a block may belong to the next device; it is never read.
 
-A region reads, on each device, an interval that may go beyond its own positions: the *halo*. It is
-received from the devices that own it, be they neighbours or further away: per distance, one
-`ppermute` with what all receivers read, and another for those that read more. No position is sent
-to a device that does not read it. One axis after the other, so the corners come along. Cotangents
-go the same way back, and are added.
+A region reads, on each device, an interval that may go beyond what the device owns: the *halo*. It
+is received from the owners, be they neighbours or further away. Per distance there is one
+`ppermute` with what all receivers read, and more for those that read more, so that no position is
+sent to a device that does not read it. The axes are exchanged one after the other; the second
+exchange sends what was received in the first one too, and so the corners arrive. Cotangents go
+the same way back, and are added.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Hop:
-    """`size` positions of a block, from each source to the device `-distance` away from it."""
+    """One message: `size` positions of a block, from device `i + distance` to device `i`."""
 
     distance: int
     """0: a device keeps positions of its own."""
@@ -129,7 +131,7 @@ class Halo:
         return np.repeat(np.array(self.reads, np.int64), tiles // self.blocks.devices)
 
     def fill(self, x: Array) -> Array:
-        """What a device reads, from its block and others'."""
+        """What this device reads, from its own block and those of others."""
         name, dim = self.blocks.name, self.dim
         shape = list(x.shape)
         shape[dim] = self.size
@@ -146,7 +148,7 @@ class Halo:
         return out
 
     def fold(self, x: Array) -> Array:
-        """The transpose: what was added up where it was read is added to the blocks of owners."""
+        """The transpose of `fill`: every device's copy of a position is added to its owner's."""
         name, dim = self.blocks.name, self.dim
         shape = list(x.shape)
         shape[dim] = self.blocks.size
@@ -164,7 +166,9 @@ class Halo:
 
 
 def _hops(distance: int, blocks: Blocks, reads: Sequence[tuple[int, int]]) -> Iterator[Hop]:
-    """What devices read of those so far away; the nearest to them, which most read, comes first."""
+    """The messages between devices at one distance: first the positions that all receivers read,
+    then those next to them that only some do.
+    """
     count = blocks.devices
     parts = {}
     for i, j in ((i, i + distance) for i in range(count) if 0 <= i + distance < count):
@@ -191,8 +195,8 @@ def _per_device(values: np.ndarray, devices: int) -> np.ndarray:
     return values.reshape(devices, -1)
 
 
-def _of_device(values: Sequence[int | None], name: str):
-    """The value of this device, a plain number where they are all the same; any, where None."""
+def _of_device(values: Sequence[int | None], name: str) -> Array | int:
+    """The value of this device; a plain number if all are the same. Any number stands for None."""
     some = next(v for v in values if v is not None)
     if all(v in (some, None) for v in values):
         return some

@@ -1,6 +1,6 @@
 """The budget planner: the fastest schedule whose compiled step fits a number of bytes.
 
-Read `planner` (the public face), `plan` and `picture` (what a plan is), `model` (time and bytes of
-every stretch between two cuts), `solver` (the best stretches), `search` (solve, compile, correct);
-`costs` (rates of a device) and `absent` (a device that is not there).
+Read `planner` (the public face), `stage`, `plan` and `picture` (what a plan is), `kernels` and
+`model` (time and bytes of every stretch between two cuts), `solver` (the best stretches), `search`
+(solve, compile, correct); `costs` (rates of a device) and `absent` (a device that is not there).
 """

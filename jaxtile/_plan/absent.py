@@ -1,8 +1,8 @@
 """A GPU that is not there, to compile for: `jaxtile.plan(..., device="NVIDIA H200")`.
 
-JAX's CUDA plugin compiles for a GPU from a description of it, on a machine that has none: bytes of
-a step on a large GPU can be had on a laptop. What it cannot do is time algorithms, so the program
-is that without autotuning, and what the GPU itself compiles may differ a little.
+JAX's CUDA plugin can compile for a GPU from a description of it, on a machine that has none. So
+the bytes that a step needs on a large GPU can be had on a laptop. It cannot time algorithms there,
+so the program is compiled without autotuning; on the GPU itself the bytes may differ a little.
 """
 
 from __future__ import annotations

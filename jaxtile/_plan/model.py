@@ -1,12 +1,16 @@
-"""Time and memory of schedules, from an outline: the planner's arithmetic.
+"""Time and memory of schedules, estimated from an outline.
 
-A *cut* is a position in the topological order of the operations. A *stretch* is what lies between
-two cuts. At a cut every result that is made before it and read after it is stored; a stretch is
-then kept as plain JAX keeps it, or computed again in the backward pass, whole or in tiles.
+The solver must compare thousands of schedules, so it needs to know what each costs without looking
+at the graph. Every schedule is made of pieces: a *cut* is a position in the order of the
+operations, and a *stretch* is what lies between two cuts. At a cut every result that is made before
+it and read after it is stored. Each stretch is then treated in one of these *modes*: kept, as plain
+JAX keeps it; computed again in the backward pass, whole; or computed again in tiles, on some grid.
+The tables below have time and bytes of every stretch in every mode. For a network of 20 operations
+and 10 grids that is 12 modes of at most 210 stretches.
 
-Memory. While the backward pass is inside a stretch, live are: what is held of everything before it;
-of the stretch itself, the held results up to the operation that is being differentiated (in tiles:
-those of one tile); and the cotangents of all results that cross that operation. So a peak is
+Memory. While a stretch is differentiated, there are: what is held of everything before it; of the
+stretch itself, what is held up to the operation that is being differentiated (in tiles: what one
+tile holds); and the cotangents of all results that are read beyond that operation. So the peak is
 
     stored before + max over p in the stretch of (held from its start to p + cotangents at p)
 
@@ -14,30 +18,33 @@ and in tiles
 
     stored before + cotangents at its end + cotangents of what it reads + one tile
 
-Time. Forward and backward of every operation; what is recomputed once more, unless nothing reads
-it; in tiles with the halo, at the rate of tiles, and the time that a loop takes per tile. Where the
-rest of a tiled stretch waits for a reduction inside it (batch statistics), all up to the reduction
-is one more loop, forwards and backwards. Each of these loops has its own cotangents of what the
-stretch reads, and XLA adds them up when it has all.
+Time. Forward and backward of every operation. What is recomputed runs forward once more, unless
+nothing reads it. Tiles compute their halo too, run at the rate of tiles, and each costs the loop
+some time. Where operations of a tiled stretch wait for a reduction inside it (batch statistics),
+all up to the reduction is computed in one more loop, forwards and backwards. Each loop has its own
+cotangents of what the stretch reads, and XLA adds them up when it has all.
 
-All numbers are tables over (cut, cut), computed with NumPy, so that a solver need not look at the
-graph.
+Limits: the model does not know what XLA fuses, packs or reuses. The search compiles what the solver
+finds, and corrects the bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Final
 
 import numpy as np
 
-from .._graph.operations import Operation
-from ..policy import Choice, Outline
+from ..policy import Choice, Choices, GridSpec, Outline, Part
 from .costs import Costs
+from .kernels import grids, kernels
+from .stage import Candidate, PlannedStage
 
-KEEP, WHOLE = None, "whole"
+KEEP: Final = None
+WHOLE: Final = "whole"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,31 +53,13 @@ class Stretches:
 
     cuts: tuple[int, ...]
     """Positions: a cut at `c` lies before operation `c`."""
-    modes: tuple
-    """`None`, "whole" or a grid; and whether what the stretch reads waits in host memory."""
+    modes: tuple[tuple[GridSpec, bool], ...]
+    """How a stretch is computed; and whether the last result before it waits in host memory."""
     seconds: np.ndarray
     peak: np.ndarray
     """Bytes beyond what is stored before the stretch."""
     added: np.ndarray
     """Bytes that stay stored after its forward pass."""
-
-
-class EstimatedStage(NamedTuple):
-    """Operations `start` to `end`, both included."""
-
-    start: int
-    end: int
-    choice: Choice
-    seconds: float
-    working: float
-    """Bytes beyond what is stored before it."""
-
-
-class Estimate(NamedTuple):
-    seconds: float
-    peak: float
-    """Bytes of temporaries."""
-    stages: tuple[EstimatedStage, ...]
 
 
 class Model:
@@ -80,10 +69,10 @@ class Model:
         self.outline, self.costs, self.offload = outline, costs, offload
         parts = outline.parts
         self.n = len(parts)
-        kernels = _kernels(outline)
-        self.starts = np.array([k is not None for k in kernels])
-        self.forward = np.array([costs.seconds(k) if k else 0.0 for k in kernels])
-        self.backward = np.array([costs.gradient(k) if k else 0.0 for k in kernels])
+        work = kernels(outline)
+        self.starts = np.array([k is not None for k in work])
+        self.forward = np.array([costs.seconds(k) if k else 0.0 for k in work])
+        self.backward = np.array([costs.gradient(k) if k else 0.0 for k in work])
         self.held = np.array([p.held_bytes for p in parts], float)
         self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
         # Of what is stored the cotangent is an array too; inside a stretch only of what is held.
@@ -125,9 +114,10 @@ class Model:
 
     def stretches(self) -> Stretches:
         cuts = self.cuts()
-        modes = [(KEEP, False), (WHOLE, False), *((g, False) for g in self.grids)]
+        here: list[GridSpec] = [KEEP, WHOLE, *self.grids]
+        modes = [(grid, False) for grid in here]
         if self.offload and self.costs.host_bandwidth:
-            modes += [(m, True) for m, _ in modes[1:]]
+            modes += [(grid, True) for grid in here[1:]]
         shape = (len(modes), len(cuts), len(cuts))
         tables = Stretches(
             cuts, tuple(modes), np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
@@ -138,19 +128,21 @@ class Model:
             self._offloaded(tables)
         return tables
 
-    def estimate(self, choices: Mapping[Any, Choice]) -> Estimate:
-        """Time and peak of any schedule: what is stored need not be all that is live at a cut; what
-        is missing is computed again where it is needed.
+    def estimate(self, choices: Choices, source: str = "") -> Candidate:
+        """Time and peak of the schedule that a policy chooses.
+
+        Such a schedule need not store all that is live at a cut: what is missing is computed again
+        where it is needed.
         """
         parts = self.outline.parts
         index = {p.name: k for k, p in enumerate(parts)}
-        ends = sorted((index[name], choice) for name, choice in choices.items() if name is not ...)
-        ends = [e for e in ends if parts[e[0]].tiled]
-        rest = choices.get(..., Choice(WHOLE))
+        ends = sorted((index[n], c) for n, c in choices.items() if not isinstance(n, EllipsisType))
+        ends = [(k, choice) for k, choice in ends if parts[k].tiled]
         stored = {k for k, _ in ends}
         on_device = {k for k, choice in ends if not choice.offload}
         kept: set[int] = set()
-        stages: list[EstimatedStage] = []
+        stages: list[PlannedStage] = []
+        rest = choices.get(..., Choice(WHOLE))
         peak, start = 0.0, 0
         for end, choice in [*ends, (self.n - 1, rest)]:
             own = list(range(start, end + 1))
@@ -159,17 +151,37 @@ class Model:
             again = [] if choice.grid is KEEP else self._missing(own, stored | kept)
             before = sum(self.bytes[k] for k in on_device if k < start)
             before += sum(self.held[k] for k in kept - on_device)
-            cost, extra = self._stage(own, again, choice.grid)
-            stages.append(EstimatedStage(start, end, choice, float(cost), float(extra)))
-            peak = max(peak, before + extra)
+            seconds, working = self._stage(own, again, choice.grid)
+            stages.append(self._planned(own, choice, end in stored, seconds, working))
+            peak = max(peak, before + working)
             if choice.grid is KEEP:
                 kept |= set(own)
             start = end + 1
-        seconds = sum(stage.seconds for stage in stages)
+        total = sum(stage.seconds for stage in stages)
         moved = 2 * sum(self.bytes[k] for k, choice in ends if choice.offload)
         if moved and self.costs.host_bandwidth:
-            seconds += moved / self.costs.host_bandwidth
-        return Estimate(seconds, peak, tuple(stages))
+            total += moved / self.costs.host_bandwidth
+        return Candidate(tuple(stages), rest, source, total, peak)
+
+    def _planned(
+        self, own: list[int], choice: Choice, stored: bool, seconds: float, working: float
+    ) -> PlannedStage:
+        """A stage whose last result alone may be stored."""
+        parts, last = self.outline.parts, own[-1]
+        names = (parts[last].name,) if stored else ()
+        size = int(self.bytes[last]) if stored else 0
+        return PlannedStage(
+            first=parts[own[0]].name,
+            last=parts[last].name,
+            operations=len(own),
+            grid=choice.grid,
+            stored=names,
+            stored_bytes=size,
+            held_bytes=int(self.held[own].sum()) if choice.grid is KEEP else size,
+            offloaded=names if choice.offload else (),
+            working_bytes=int(working),
+            seconds=float(seconds),
+        )
 
     def _missing(self, own: list[int], held: set[int]) -> list[int]:
         """Earlier operations whose results are needed and not held."""
@@ -182,7 +194,7 @@ class Model:
                     pending.append(i)
         return sorted(found)
 
-    def _stage(self, own: list[int], again: list[int], grid: Any) -> tuple[float, float]:
+    def _stage(self, own: list[int], again: list[int], grid: GridSpec) -> tuple[float, float]:
         """Seconds, and bytes beyond what is stored, of one stage of a schedule."""
         cut = own[-1] + 1
         everything = [*again, *own]
@@ -272,15 +284,20 @@ class Model:
         """Bytes of cotangents of what stretches read that was made before them."""
         return np.array([self.cotangent[self.next_reader[i] < stop].sum() for i in starts])
 
-    def _shares(self, cuts, alive, lengths, counts) -> np.ndarray:
+    def _shares(
+        self, cuts: Sequence[int], alive: np.ndarray, lengths: np.ndarray, counts: np.ndarray
+    ) -> np.ndarray:
         """Per operation, cut and grid: the share of its positions that a tile computes, in a
         stretch that ends there.
+
+        Of what is live at the cut a tile computes its part of the positions. From the last
+        operation to the first, each asks for as many positions of what it reads as it needs.
         """
         parts = self.outline.parts
         wide = np.zeros((self.n, len(cuts), *counts.shape))
         inside = np.array(cuts)[:, None, None]
         for k in reversed(range(self.n)):
-            wanted = alive[:, k] | (parts[k].reduces and inside[:, 0, 0] > k)
+            wanted = alive[:, k] | ((np.array(cuts) > k) & parts[k].reduces)
             wide[k] = np.maximum(wide[k], wanted[:, None, None] * np.ceil(lengths[k] / counts))
             wide[k] = np.minimum(wide[k], lengths[k]) * (inside > k)
             computed = (wide[k] > 0).any(-1, keepdims=True)
@@ -288,8 +305,8 @@ class Model:
                 scale, halo = np.array(demand, float).T
                 wide[i] = np.maximum(wide[i], (wide[k] * scale + halo) * computed)
         size = lengths[:, None, None]
-        needed = (wide > 0).any(-1)
-        return np.where(size > 0, wide / np.maximum(size, 1), needed[..., None]).prod(-1)
+        needed = (wide > 0).any(-1, keepdims=True)
+        return np.where(size > 0, wide / np.maximum(size, 1), needed).prod(-1)
 
     def _offloaded(self, tables: Stretches) -> None:
         """Variants in which the last result before a stretch waits for it in host memory."""
@@ -308,57 +325,6 @@ class Model:
                     tables.added[target] = tables.added[source] - self.bytes[value]
 
 
-def _kernels(outline: Outline) -> list[Operation | None]:
-    """The operations with what they read from memory; None for those that are part of others.
-
-    A change of type is: its readers read what it reads. So are small results, as those of a norm's
-    statistics, and a second sum over one array, as that of its squares.
-    """
-    found: list[Operation | None] = []
-    read_as: dict[str, Any] = {}
-    summed: set[Any] = set()
-    for part in outline.parts:
-        operation = part.operation
-        reads = tuple(read_as.get(t.name, t) for t in operation.inputs)
-        moves = operation.kind == "movement" and len(reads) == 1
-        if moves and operation.inputs[0].shape == operation.output.shape:
-            read_as[operation.output.name] = reads[0]
-            found.append(None)
-            continue
-        small = operation.kind in ("elementwise", "movement") and not part.tiled
-        another = operation.kind == "reduction" and reads in summed
-        own = not (small or another)
-        found.append(dataclasses.replace(operation, inputs=reads) if own else None)
-        if operation.kind == "reduction":
-            summed.add(reads)
-    if not any(found):  # nothing but changes of type, say
-        found[-1] = outline.parts[-1].operation
-    return found
-
-
-def grids(outline: Outline) -> list[tuple[int, ...]]:
-    """Grids to try: along axes without a halo (a batch) first, then along all."""
-    parts = [p for p in outline.parts if p.tiled]
-    if not parts:
-        return []
-    longest = np.array([p.lengths for p in parts]).max(0)
-    halo = [
-        any(line[a].scale not in (0, 1) or line[a].halo for p in parts for line in p.demands)
-        for a in range(outline.rank)
-    ]
-
-    def grid(along_free: int, along_halo: int) -> tuple[int, ...]:
-        wanted = [along_halo if h else along_free for h in halo]
-        # Along an axis of one position nothing is tiled, and its length is 0.
-        return tuple(max(1, int(min(n, m))) for n, m in zip(wanted, longest, strict=True))
-
-    free = max((int(n) for n, h in zip(longest, halo, strict=True) if not h), default=1)
-    powers = [2**i for i in range(1, 11)]
-    found = [grid(n, 1) for n in powers if n < free] + [grid(free, 1)]
-    found += [grid(free, n) for n in (2, 3, 4, 6, 8, 12, 16)]
-    return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]
-
-
 def _sum_from(x: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
     """Sums of `x[start:stop]` along the first axis."""
     sums = _cumulative(x)
@@ -375,7 +341,8 @@ def _max_from(x: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:
     return np.maximum.accumulate(x[:stop][::-1], 0)[::-1][starts]
 
 
-def _follows(part, position: int) -> bool:
+def _follows(part: Part, position: int) -> bool:
+    """Are all results that this operation reads made just before it?"""
     return all(i >= position - 4 for i in part.inputs)
 
 

@@ -7,11 +7,11 @@ import itertools
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from types import EllipsisType
 from typing import Any
 
 from .._amounts import format_bytes
-from ..policy import Choice, Outline
+from ..policy import Choice, Choices, Outline
 from .picture import draw
 from .stage import PlannedStage
 
@@ -34,16 +34,16 @@ class Plan:
     plain_bytes: int
 
     @property
-    def choices(self) -> dict[Any, Choice]:
+    def choices(self) -> Choices:
         """What `jaxtile.checkpoint` is told."""
-        found: dict[Any, Choice] = {
+        found: dict[str | EllipsisType, Choice] = {
             name: Choice(stage.grid, name in stage.offloaded)
             for stage in self.stages
             for name in stage.stored
         }
         return {**found, ...: self.rest}
 
-    def choose(self, outline: Outline) -> Mapping[Any, Choice]:
+    def choose(self, outline: Outline) -> Choices:
         if outline.fingerprint != self.fingerprint:
             raise ValueError(
                 "this plan was made for another function, or for other shapes or types: make one "
@@ -87,7 +87,7 @@ class Plan:
 
     __str__ = explain
 
-    def save(self, path: str | os.PathLike) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
         pathlib.Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n")
 
@@ -99,7 +99,7 @@ class Plan:
         return {"jaxtile": "plan", "version": 1, **found}
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
         try:
             return cls.from_json(json.loads(pathlib.Path(path).read_text()))
         except KeyError as error:
@@ -136,7 +136,7 @@ class Plan:
         return plan
 
     def _check_types(self) -> None:
-        """Raise an error if a number is none, or a grid: a file may hold anything."""
+        """Raise an error if what should be a number or a grid is not: a file may hold anything."""
         found = [dataclasses.asdict(self), *(s._asdict() for s in self.stages)]
         for name, value in itertools.chain(*(f.items() for f in found)):
             number = isinstance(value, int | float) or (
@@ -149,7 +149,7 @@ class Plan:
             if not (grid is None or grid == "whole" or tiles):
                 raise ValueError(f"grid (={grid!r}) must be tiles along axes, 'whole' or none")
 
-    def draw(self, path: str | os.PathLike) -> None:
+    def draw(self, path: str | os.PathLike[str]) -> None:
         """A picture: bytes live over the schedule, stored results as bars. Needs matplotlib."""
         compiled = self.measured_bytes
         title = (

@@ -1,7 +1,8 @@
-"""The budget planner: `jaxtile.plan`.
+"""The budget planner: `jaxtile.plan`, and the policy behind `jaxtile.checkpoint(budget=...)`.
 
-A budget is a promise about the compiled step: `temporaries + arguments + outputs - aliases`. How a
-schedule is found that keeps it is in `_search`.
+A budget limits what the compiled training step needs: `temporaries + arguments + outputs -
+aliases`. The step is part of the question, since the gradients and the optimiser need memory too.
+Here the function, its arguments and the step are put together; `search` finds the schedule.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .absent import absent_device, placed
 from .costs import Costs, built_in_for_another
 from .costs import costs as costs_of_device
 from .plan import Plan
-from .search import TIME_LIMIT, Search
+from .search import TIME_LIMIT, Search, Terms
 
 
 def plan(
@@ -79,44 +80,39 @@ def plan(
     True
     """
     if _has_modules(args):
-        from .._modules import Pure  # Flax is imported by those who have its modules only
-
-        if step is not None:
-            raise ValueError(
-                "`step` cannot be given together with NNX modules: split them with `nnx.split` and "
-                "plan the function of their states"
-            )
-        fun = Pure(fun, args, {})
-        args = fun.args
+        fun, args = _without_modules(fun, args, step)
     view = outline(fun, *args, in_axes=in_axes)
     if not view.parts:
         raise ValueError("there is nothing to plan: the function has no operations")
-    make = step or default_step(args, in_axes, _has_gradients(view))
-    known = _evaluated(view.traced, fun)
-    given = args if step_args is None else step_args
     device = None if device == jax.devices()[0].device_kind else device
-    if device is not None:
-        given = placed(given, absent_device(device))
-
-    def traced(policy: Any) -> Any:
-        """The step under a policy; None: the plain one."""
-        run = make(known if policy is None else tiled(known, Options(in_axes, policy=policy)))
-        run = run if hasattr(run, "trace") else jax.jit(run)
-        return run.trace(*given)
-
-    search = Search(
-        view,
-        traced,
+    terms = Terms(
         parse_bytes(budget),
-        costs=costs or costs_of_device(device),
+        costs or costs_of_device(device),
         offload=offload,
         platform=None if device is None else "gpu",
         time_limit=time_limit,
         progress=progress,
     )
+    given = args if step_args is None else step_args
+    if device is not None:
+        given = placed(given, absent_device(device))
     if costs is None and (warning := built_in_for_another(device)):
-        search.say(f"plan: {warning}")
-    return search.run()
+        terms.say(f"plan: {warning}")
+    make = step or default_step(args, in_axes, _has_gradients(view))
+    known = _evaluated(view.traced, fun)
+    return Search(view, _steps(known, in_axes, make, given), terms).run()
+
+
+def _steps(
+    fun: Callable[..., Any], in_axes: Any, make: Callable[..., Any], given: Sequence[Any]
+) -> Callable[[Any], Any]:
+    """From a policy to the traced step of a function; from None to the plain one."""
+
+    def traced(policy: Any) -> Any:
+        run = make(fun if policy is None else tiled(fun, Options(in_axes, policy=policy)))
+        return (run if hasattr(run, "trace") else jax.jit(run)).trace(*given)
+
+    return traced
 
 
 class Budget:
@@ -151,18 +147,15 @@ def plan_outline(view: Outline, budget: int) -> Plan:
         n = len(known.jaxpr.invars)
         return _evaluate(known, leaves[n:], leaves[:n])
 
-    def traced(policy: Any) -> Any:
-        run = fun if policy is None else tiled(fun, Options(in_axes, policy=policy))
-        step = default_step(shapes, in_axes, _has_gradients(view))
-        return jax.jit(step(run)).trace(*shapes)
-
+    make = default_step(shapes, in_axes, _has_gradients(view))
     # Other processes must come to the same plan, however fast each is.
-    return Search(view, traced, budget, costs=costs_of_device(), time_limit=math.inf).run()
+    terms = Terms(budget, costs_of_device(), time_limit=math.inf)
+    return Search(view, _steps(fun, in_axes, make, shapes), terms).run()
 
 
 def _evaluated(known: Traced, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as it was traced: its equations, without a library's Python, which takes longer
-    than everything else that is done with them. The function itself for other arguments.
+    """The function as it was traced: its equations, which are faster to trace again than a
+    library's Python code. For arguments of other shapes or types, the function itself.
     """
     expected = [(v.aval.shape, v.aval.dtype) for v in known.jaxpr.invars]
 
@@ -206,7 +199,8 @@ def default_step(
                 results = [x for x in jax.tree.leaves(out) if _is_float(x)]
                 if results and results[0].ndim == 0:
                     return results[0].real, out
-                return sum(jnp.sum(x.real.astype(jnp.float32)) for x in results), out
+                sums = [jnp.sum(x.real.astype(jnp.float32)) for x in results]
+                return functools.reduce(jnp.add, sums, jnp.float32(0)), out
 
             if not wanted or not has_gradients:
                 return tiled(*args)
@@ -223,6 +217,21 @@ def _as_in_axes(labels: Sequence[int | None], rank: int) -> Any:
     return tuple(labels.index(a) if a in labels else None for a in range(rank))
 
 
+def _without_modules(
+    fun: Callable[..., Any], args: tuple[Any, ...], step: Any
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A function of NNX modules as a function of their states."""
+    from .._modules import Pure  # Flax is imported by those who have its modules only
+
+    if step is not None:
+        raise ValueError(
+            "`step` cannot be given together with NNX modules: split them with `nnx.split` and "
+            "plan the function of their states"
+        )
+    pure = Pure(fun, args, {})
+    return pure, pure.args
+
+
 def _has_gradients(view: Outline) -> bool:
     return any(_is_float(v.aval) for v in view.traced.jaxpr.outvars)
 
@@ -232,10 +241,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _has_modules(args: Any) -> bool:
-    """Are there NNX modules or variables, as `jaxtile.nn.checkpoint` takes?
-
-    Those in a state, which is a value, do not count.
-    """
+    """Are there NNX modules or variables? Those in an `nnx.State`, a pytree, do not count."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return False

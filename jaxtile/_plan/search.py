@@ -1,13 +1,16 @@
 """The search behind `jaxtile.plan`: solve, compile, read the bytes, solve again.
 
-The solver knows a simple model of memory, and the model is wrong: by a factor, since XLA packs and
-fuses, and by a constant, since libraries have scratch space. The compiler is right. So the solver
-is given an allowance of the model's bytes; what it finds is compiled, without what makes compiling
-slow (`jaxtile.compiled_bytes`); and the bytes correct the allowance. Trials that fit and trials
-that do not enclose it from both sides.
+The solver finds the fastest schedule within an allowance of bytes, by a simple model of memory. The
+model is wrong, by a factor (XLA packs and fuses) and by a constant (libraries have scratch space);
+the compiler is right. So what the solver finds is compiled, without the parts of a compilation that
+take long (`jaxtile.compiled_bytes`), and its bytes correct the allowance. If a schedule of 4 GiB by
+the model takes 5 GiB compiled, and the budget is 4 GiB, the solver is asked for 3.2 GiB next.
+Trials that fit and trials that do not enclose the right allowance from both sides.
 
-At the end the best schedule is compiled as it will run: the budget is a promise about that program.
-If autotuning made it larger, it counts as a trial that does not fit, and the search goes on.
+At the end the best schedule is compiled as it will run, because that is what the budget is for. If
+autotuning made it larger, it counts as a trial that does not fit, and the search goes on.
+
+Limits: a few schedules are compiled, not all; a faster one that fits may be missed.
 """
 
 from __future__ import annotations
@@ -25,12 +28,12 @@ from .._amounts import format_bytes
 from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
-from ..policy import Choice, Outline, names, resolve
+from ..policy import Choice, GridSpec, Outline, names, resolve
 from .costs import Costs, has_host_memory
-from .model import EstimatedStage, Model, Stretches
+from .model import Model, Stretches
 from .plan import Plan
 from .solver import Solution, Stage, fastest, measured, smallest
-from .stage import PlannedStage
+from .stage import Candidate, PlannedStage
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
 _CANDIDATES = 6  # schedules that are compiled
@@ -48,39 +51,32 @@ class BudgetError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A schedule, by the model."""
+class Terms:
+    """What a schedule must keep to, and how long it may be looked for."""
 
-    stages: tuple[PlannedStage, ...]
-    rest: Choice
-    source: str
-    seconds: float
-    peak: float
+    budget: int
+    costs: Costs
+    offload: bool = False
+    platform: str | None = None
+    """Of a device that is not there; None: the device is here."""
+    time_limit: float = TIME_LIMIT
+    progress: Callable[[str], None] | None = None
+
+    def say(self, line: str) -> None:
+        if self.progress is None:
+            print(line, file=sys.stderr, flush=True)
+        else:
+            self.progress(line)
 
 
 class Search:
     """Schedules of one function, and what the compiler said of those that were tried."""
 
-    def __init__(
-        self,
-        outline: Outline,
-        traced: Callable[[Any], Any],
-        budget: int,
-        *,
-        costs: Costs,
-        offload: bool = False,
-        platform: str | None = None,
-        time_limit: float = TIME_LIMIT,
-        progress: Callable[[str], None] | None = None,
-    ):
-        """`traced`: from a policy to the traced step, from None to the plain one. `platform`: of a
-        device that is not there.
-        """
-        self.outline, self.traced, self.budget = outline, traced, budget
-        self.say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
-        self.costs, self.began = costs, time.perf_counter()
-        self.until, self.platform = self.began + time_limit, platform
-        self.model = Model(outline, costs, offload=offload and has_host_memory())
+    def __init__(self, outline: Outline, traced: Callable[[Any], Any], terms: Terms):
+        """`traced`: from a policy to the traced step; from None to the plain one."""
+        self.outline, self.traced, self.terms = outline, traced, terms
+        self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
+        self.model = Model(outline, terms.costs, offload=terms.offload and has_host_memory())
         self.tables = self.model.stretches()
         self.others = [_named(self.model, text) for text in portfolio(self.model)]
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
@@ -98,7 +94,7 @@ class Search:
                 self._try(min(left, key=lambda c: c.peak))
             # If nothing fits, what the error names as the smallest budget must be true as well.
             chosen = self._best() or min(self._last_resorts(), key=lambda c: self.trials[c].total)
-            if self.platform is None:
+            if self.terms.platform is None:
                 self._try(chosen, as_it_runs=True)
             else:
                 self.say("plan: not compiled as it will run, since the device is not here")
@@ -124,7 +120,7 @@ class Search:
         best = self._best()
         if best is not None:
             full = self.trials[best].total > _FULL * self.budget
-            if full or time.perf_counter() > self.until:
+            if full or time.perf_counter() > self.began + self.terms.time_limit:
                 return None
         candidate = self.fastest(self._allowance()) or self.smallest()
         slower = best is not None and candidate.seconds > (1 - _WORTH) * best.seconds
@@ -133,8 +129,9 @@ class Search:
     def _allowance(self) -> float:
         """Bytes of the model at which the compiled program should just fit.
 
-        They lie on the line through the two trials that are nearest to the budget, or through one
-        trial and zero; and between what fits and what does not.
+        Compiled bytes are taken to be a line over those of the model: through the two trials that
+        are nearest to the budget, or through one trial and zero. The answer also lies between the
+        largest trial that fits and the smallest that does not.
         """
         wanted = self.budget - self.fixed
         if not self.trials:
@@ -172,7 +169,7 @@ class Search:
         if as_it_runs:
             found = Bytes.of(lowered.compile())
         else:
-            found = compiled_bytes(lowered, self.platform)
+            found = compiled_bytes(lowered, self.terms.platform)
         self.trials[candidate], self.fixed = found, found.fixed
         verdict = "fits" if found.total <= self.budget else "is too much for"
         self.say(
@@ -182,16 +179,14 @@ class Search:
 
     def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""
-        grids = [s.grid for s in (*candidate.stages, candidate.rest) if isinstance(s.grid, tuple)]
-        if not grids:
+        tiled = [grid for grid in _grids(candidate) if isinstance(grid, tuple)]
+        if not tiled:
             raise error
-        finest = max(grids, key=math.prod)
+        finest = max(tiled, key=math.prod)
         for mode, (grid, _) in enumerate(self.tables.modes):
             if grid == finest:
                 self.tables.seconds[mode] = np.inf
-        self.others = [
-            c for c in self.others if finest not in (*(s.grid for s in c.stages), c.rest.grid)
-        ]
+        self.others = [c for c in self.others if finest not in _grids(c)]
         self._smallest = None
 
     def _too_small(self, least: int) -> BudgetError:
@@ -222,7 +217,7 @@ class Search:
             rest=candidate.rest,
             source=candidate.source,
             fingerprint=self.outline.fingerprint,
-            device=self.costs.device,
+            device=self.terms.costs.device,
             budget=self.budget,
             estimated_bytes=int(self.fixed + candidate.peak),
             measured_bytes=total,
@@ -233,7 +228,9 @@ class Search:
 
 
 def portfolio(model: Model) -> list[str]:
-    """Policies of the catalogue that the planner compares with: it is never worse than these."""
+    """Policies of the catalogue that the planner tries beside what the solver finds, so that its
+    plan is never worse than these.
+    """
     simple = ["retained", "store_convs", "every:2", "every:4", "every:8", "sqrt", "recompute_all"]
     tiled = ["tiled:" + "x".join(map(str, grid)) for grid in model.grids]
     known = {name.partition(":")[0] for name in names()}
@@ -286,30 +283,11 @@ def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
 
 def _named(model: Model, text: str) -> Candidate:
     """A policy of the catalogue, costed with the same model."""
-    choices = resolve(text).choose(model.outline)
-    estimate = model.estimate(choices)
-    parts = model.outline.parts
+    return model.estimate(resolve(text).choose(model.outline), text)
 
-    def planned(stage: EstimatedStage) -> PlannedStage:
-        name = parts[stage.end].name
-        stored = (name,) if name in choices else ()
-        kept = model.held[stage.start : stage.end + 1].sum()
-        size = int(model.bytes[stage.end]) if stored else 0
-        return PlannedStage(
-            first=parts[stage.start].name,
-            last=name,
-            operations=stage.end + 1 - stage.start,
-            grid=stage.choice.grid,
-            stored=stored,
-            stored_bytes=size,
-            held_bytes=int(kept) if stage.choice.grid is None else size,
-            offloaded=stored if stage.choice.offload else (),
-            working_bytes=int(stage.working),
-            seconds=stage.seconds,
-        )
 
-    stages = tuple(map(planned, estimate.stages))
-    return Candidate(stages, choices[...], text, estimate.seconds, estimate.peak)
+def _grids(candidate: Candidate) -> list[GridSpec]:
+    return [candidate.rest.grid, *(stage.grid for stage in candidate.stages)]
 
 
 def _arguments_and_results(traced: Any) -> int:

@@ -1,17 +1,22 @@
 """The fastest sequence of stretches that fits a budget.
 
-A dynamic programme over cuts. Its state is the number of bytes stored so far, because that is all
-that a later stretch must know of earlier ones: if a stretch adds `added` bytes and needs `peak`
-beyond what was stored before it, then
+There are far too many sequences to try them all. But a stretch need not know how the earlier ones
+were computed, only how many bytes they left stored. So for each cut and each number of stored bytes
+it is enough to know the fastest way to get there (a dynamic programme): if a stretch adds `added`
+bytes and needs `peak` beyond what was stored before it, then
 
     best[j][stored + added] = min(best[i][stored] + seconds)    where stored + peak <= budget
 
-over all stretches (i, j) and modes. Stored bytes are counted in slots of a fixed size, rounded up,
-so the answer never exceeds the budget, and a larger budget never gives a slower answer.
+over all stretches (i, j) and modes.
+
+Stored bytes are counted in slots of a fixed size, rounded up. So the answer never exceeds the
+budget, and a larger budget never gives a slower answer; but one that fits by less than the rounding
+may be missed.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -40,9 +45,7 @@ def fastest(tables: Stretches, budget: float) -> Solution | None:
     """The fastest solution whose peak is at most `budget`; None: there is none."""
     slot = _slot(tables)
     n = len(tables.cuts)
-    added = np.ceil(np.maximum(tables.added, 0) / slot - 1e-9).astype(int)
-    freed = np.ceil(np.minimum(tables.added, 0) / slot - 1e-9).astype(int)
-    added = added + freed
+    added = np.ceil(tables.added / slot - 1e-9).astype(int)
     room = np.floor((budget - tables.peak) / slot + 1e-9).astype(int)  # largest slot to start from
     possible = np.isfinite(tables.seconds) & (room >= 0) & ~_dominated(tables)
     best = np.full((n, SLOTS + 1), np.inf)
@@ -52,8 +55,7 @@ def fastest(tables: Stretches, budget: float) -> Solution | None:
             _relax(best, i, j, added[mode, i, j], room[mode, i, j], tables.seconds[mode, i, j])
     if not np.isfinite(best[-1]).any():
         return None
-    stages = _trace_back(best, tables, added, room, possible)
-    return measured(tables, stages)
+    return measured(tables, _trace_back(best, tables, added, np.where(possible, room, -1)))
 
 
 def smallest(tables: Stretches) -> Solution:
@@ -82,8 +84,10 @@ def measured(tables: Stretches, stages: tuple[Stage, ...]) -> Solution:
 
 
 def _slot(tables: Stretches) -> float:
-    """Bytes per slot, independent of the budget: exact if all amounts have a common measure that is
-    not too small.
+    """Bytes per slot, the same for every budget.
+
+    If all amounts are multiples of one number that is not too small, it is that number, and nothing
+    is rounded.
     """
     everything = float(tables.added[0, 0, -1])
     measure = int(np.gcd.reduce(tables.added.astype(np.int64), axis=None))
@@ -95,13 +99,11 @@ def _slot(tables: Stretches) -> float:
 def _dominated(tables: Stretches) -> np.ndarray:
     """Modes that another mode of the same stretch beats in every respect; of equals, the first."""
     worse = np.zeros(tables.seconds.shape, bool)
-    for a in range(len(tables.modes)):
-        for b in range(len(tables.modes)):
-            if a != b:
-                pairs = [(t[b], t[a]) for t in (tables.seconds, tables.peak, tables.added)]
-                better = np.logical_and.reduce([x <= y for x, y in pairs])
-                strict = np.logical_or.reduce([x < y for x, y in pairs]) | (b < a)
-                worse[a] |= better & strict
+    for a, b in itertools.permutations(range(len(tables.modes)), 2):
+        pairs = [(t[b], t[a]) for t in (tables.seconds, tables.peak, tables.added)]
+        better = np.logical_and.reduce([x <= y for x, y in pairs])
+        strict = np.logical_or.reduce([x < y for x, y in pairs]) | (b < a)
+        worse[a] |= better & strict
     return worse
 
 
@@ -114,12 +116,15 @@ def _relax(best: np.ndarray, i: int, j: int, added: int, room: int, seconds: flo
     np.minimum(target, best[i, first : last + 1] + seconds, out=target)
 
 
-def _trace_back(best, tables, added, room, possible) -> tuple[Stage, ...]:
-    stages = []
+def _trace_back(
+    best: np.ndarray, tables: Stretches, added: np.ndarray, room: np.ndarray
+) -> tuple[Stage, ...]:
+    """The stages that lead to the best end, found from the last to the first."""
+    stages: list[Stage] = []
     j = best.shape[0] - 1
     slot = int(np.argmin(best[j]))
     while j > 0:
-        for mode, i in zip(*np.nonzero(possible[:, :j, j]), strict=True):
+        for mode, i in zip(*np.nonzero(room[:, :j, j] >= 0), strict=True):
             source = slot - added[mode, i, j]
             if not 0 <= source <= min(room[mode, i, j], SLOTS):
                 continue

@@ -1,15 +1,20 @@
-"""A stage of a plan: what lies between two cuts."""
+"""Schedules as the planner describes them: stages, by the names of their operations."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
+
+from ..policy import Choice, GridSpec
 
 
 class PlannedStage(NamedTuple):
+    """The operations between two cuts, what is done with them, and what that costs."""
+
     first: str
     last: str
     operations: int
-    grid: tuple[int, ...] | str | None
+    grid: GridSpec
     stored: tuple[str, ...]
     """Results that outlive it."""
     stored_bytes: int
@@ -22,6 +27,19 @@ class PlannedStage(NamedTuple):
 
     @property
     def mode(self) -> str:
-        if self.grid is None:
-            return "keep"
-        return "whole" if self.grid == "whole" else " x ".join(map(str, self.grid)) + " tiles"
+        if not isinstance(self.grid, tuple):
+            return "keep" if self.grid is None else "whole"
+        return " x ".join(map(str, self.grid)) + " tiles"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A whole schedule, with its time and its peak of temporaries as the model has them."""
+
+    stages: tuple[PlannedStage, ...]
+    rest: Choice
+    """Of everything that is computed on the way to no stored result."""
+    source: str
+    """`solver`, or the name of a policy."""
+    seconds: float
+    peak: float

@@ -13,11 +13,11 @@ import numpy as np
 from .._errors import TilingError
 from .._graph.values import Value
 
-GridSpec = Sequence[int] | Literal["whole"] | None
+GridSpec = tuple[int, ...] | Literal["whole"] | None
 """As users say it. A number of tiles per tiled axis; "whole": in one piece, and again in the
 backward pass, as by `jax.checkpoint`; None: in one piece, and once, as plain JAX."""
 
-Tiles = GridSpec | Mapping[str | EllipsisType | Value, GridSpec]
+Tiles = Sequence[int] | GridSpec | Mapping[str | EllipsisType | Value, GridSpec]
 """One grid for all regions, or one per stored value, with `...` for all others."""
 
 
@@ -28,7 +28,7 @@ class Grid:
     recomputed: bool = True
     """Is it computed again in the backward pass? Tiles always are."""
 
-    def spec(self, axes: Sequence[int]) -> tuple[int, ...] | Literal["whole"] | None:
+    def spec(self, axes: Sequence[int]) -> GridSpec:
         """As users say it, for a region with these of the tiled axes."""
         if self.tiles is not None:
             return tuple(self.tiles[axis] for axis in axes)

@@ -1,7 +1,8 @@
-"""For Flax NNX: `checkpoint`, and layers: Flax's own with `tiles=`, and those it does not have.
+"""For Flax NNX: `checkpoint` for functions of modules, and layers.
 
-With `tiles=(rows, columns)` a layer runs tile by tile by itself; inside `jaxtile.checkpoint` the
-outer schedule wins.
+The layers are Flax's own with one more option, and some that Flax does not have. With
+`tiles=(rows, columns)` a layer runs tile by tile by itself; inside `jaxtile.checkpoint` the option
+is ignored, because the schedule of the whole function decides.
 """
 
 from ._checkpoint import checkpoint as checkpoint

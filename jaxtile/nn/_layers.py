@@ -1,4 +1,4 @@
-"""The layers."""
+"""Layers: Flax's with `tiles=`, and those that Flax does not have."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class ConvTranspose(Tileable, nnx.ConvTranspose):
 class BatchNorm(Tileable, nnx.BatchNorm):
     """`flax.nnx.BatchNorm` with `tiles=` and `frozen=`.
 
-    Training mode normalises with the statistics of the batch, all tiles together, and updates the
-    running ones; evaluation mode uses the running ones. A frozen layer uses the running statistics
-    in both, and never changes them. `models.fold_batch_norm` removes the layer altogether.
+    In training mode the layer normalises with the statistics of the batch, over all tiles
+    together, and updates the running statistics; in evaluation mode it uses the running ones. A
+    frozen layer uses the running statistics in both modes and never changes them.
 
-    Flax holds the running statistics in float32; here they are as wide as the weights if those are
+    Flax holds the running statistics in float32; here they have the type of the weights if that is
     wider.
     """
 
@@ -55,6 +55,8 @@ class BatchNorm(Tileable, nnx.BatchNorm):
 
 
 class _CoordinateDropout(nnx.Dropout):
+    """Flax's dropout, with another mask."""
+
     def __call__(
         self,
         inputs: jax.Array,

@@ -11,9 +11,10 @@ from ._checkpoint import checkpoint
 
 
 class Tileable(nnx.Module):
-    """Mixin, before the layer class: `tiles=` runs the layer tile by tile.
+    """Mixin that gives a layer the option `tiles=`; named before the layer's class.
 
-    The tiled axes are the last ones before the channels, as many as `tiles` has numbers.
+    The tiled axes are the last ones before the channels, as many as `tiles` has numbers: for
+    `NHWC` and `tiles=(4, 4)`, height and width.
     """
 
     def __init__(self, *args: Any, tiles: tuple[int, ...] | None = None, **kwargs: Any):

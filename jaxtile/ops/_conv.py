@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax import lax
 
@@ -42,7 +44,7 @@ def conv(
 
 
 def depthwise_conv(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, **options
+    x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None, **options: Any
 ) -> jax.Array:
     """`conv` of each channel by itself; `kernel` is `HW1O`, with `O` a multiple of the channels."""
     return conv(x, kernel, bias, groups=x.shape[-1], **options)
@@ -62,8 +64,13 @@ def conv_transpose(
     PyTorch's weight `IOHW` is this kernel flipped along its spatial axes.
     """
     rank = x.ndim - 2
-    strides, padding = per_axis("strides", strides, rank), pads(padding, rank)
-    y = lax.conv_transpose(x, kernel, strides, padding, dimension_numbers=_dimensions(rank))
+    y = lax.conv_transpose(
+        x,
+        kernel,
+        per_axis("strides", strides, rank),
+        pads(padding, rank),
+        dimension_numbers=_dimensions(rank),
+    )
     return y if bias is None else y + bias
 
 

@@ -53,11 +53,14 @@ def avg_pool(
     return total / lax.reduce_window(ones, 0.0, lax.add, *arguments)
 
 
-def _windows(x: jax.Array, window: Size, strides: Size | None, padding: Padding):
+def _windows(
+    x: jax.Array, window: Size, strides: Size | None, padding: Padding
+) -> tuple[tuple[int, ...], tuple[int, ...], str | list[tuple[int, int]]]:
+    """Window, strides and padding of all dimensions, as `lax.reduce_window` takes them."""
     rank = x.ndim - 2
-    window = per_axis("window", window, rank)
-    strides = window if strides is None else per_axis("strides", strides, rank)
-    padding = pads(padding, rank)
-    if not isinstance(padding, str):
-        padding = [(0, 0), *padding, (0, 0)]
-    return (1, *window, 1), (1, *strides, 1), padding
+    sizes = per_axis("window", window, rank)
+    steps = sizes if strides is None else per_axis("strides", strides, rank)
+    around = pads(padding, rank)
+    if not isinstance(around, str):
+        around = [(0, 0), *around, (0, 0)]
+    return (1, *sizes, 1), (1, *steps, 1), around

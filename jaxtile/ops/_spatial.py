@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
+from typing import Any
+
+import numpy as np
 
 Size = int | Sequence[int]
 Padding = str | int | Sequence[int | tuple[int, int]]
@@ -12,7 +15,7 @@ Padding = str | int | Sequence[int | tuple[int, int]]
 
 def per_axis(what: str, value: Size, rank: int) -> tuple[int, ...]:
     """`value` for each of `rank` spatial axes."""
-    values = (value,) * rank if isinstance(value, Integral) else tuple(value)
+    values = _entries(value, rank)
     if len(values) != rank:
         raise ValueError(f"`{what}` (={value}) must be one number or {rank}, one per spatial axis")
     if any(v < 1 for v in values):
@@ -28,7 +31,12 @@ def pads(padding: Padding, rank: int) -> str | list[tuple[int, int]]:
                 f"`padding` (={padding!r}) must be 'SAME', 'VALID', or how much on each side"
             )
         return padding.upper()
-    entries = (padding,) * rank if isinstance(padding, Integral) else tuple(padding)
+    entries = _entries(padding, rank)
     if len(entries) != rank:
         raise ValueError(f"`padding` (={padding}) must have {rank} entries, one per spatial axis")
-    return [(e, e) if isinstance(e, Integral) else (e[0], e[1]) for e in entries]
+    return [(e, e) if np.ndim(e) == 0 else (e[0], e[1]) for e in entries]
+
+
+def _entries(value: Any, rank: int) -> tuple[Any, ...]:
+    """One entry per spatial axis; a single number, NumPy's too, is the same for all."""
+    return (value,) * rank if isinstance(value, Integral) else tuple(value)

@@ -14,9 +14,9 @@ def tileable(**first_axis: int) -> Callable[[Callable[..., Any]], Callable[..., 
     """Decorator: gives an operation the keyword `tiles=`.
 
     Args:
-      **first_axis: for each array that is tiled, its first spatial axis (1 for `NHWC`). The first
-        of them is the image: its rank says how many spatial axes there are. Arguments that are not
-        named here are not tiled.
+      **first_axis: for each argument that is tiled, its first spatial axis (1 for `NHWC`). The
+        first of them is the image: its rank says how many spatial axes there are. Arguments that
+        are not named here are not tiled.
     """
     image = next(iter(first_axis))
 

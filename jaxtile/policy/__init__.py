@@ -23,6 +23,7 @@ True
 those of other packages are found by the entry point `jaxtile.policies`.
 """
 
+from ._named import Decide as Decide
 from ._named import Named as Named
 from ._named import names as names
 from ._named import register as register
@@ -30,6 +31,7 @@ from ._named import resolve as resolve
 from ._outline import Choice as Choice
 from ._outline import Choices as Choices
 from ._outline import GraphPolicy as GraphPolicy
+from ._outline import GridSpec as GridSpec
 from ._outline import Outline as Outline
 from ._outline import Part as Part
 from ._outline import outline as outline

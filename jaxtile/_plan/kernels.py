@@ -1,0 +1,64 @@
+"""What the model asks of an outline first: which operations take time, and which grids to try."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from .._graph.operations import Operation
+from ..policy import Outline
+
+
+def kernels(outline: Outline) -> list[Operation | None]:
+    """The operations with what they read from memory; None for those that take no extra time.
+
+    A compiler computes some operations together with others. A change of type is done by whoever
+    reads it, and so that operation reads what the change of type reads. Small results, such as a
+    norm's statistics, and a second sum over one array, such as that of its squares, are not counted
+    either.
+    """
+    found: list[Operation | None] = []
+    read_as: dict[str, Any] = {}
+    summed: set[Any] = set()
+    for part in outline.parts:
+        operation = part.operation
+        reads = tuple(read_as.get(t.name, t) for t in operation.inputs)
+        moves = operation.kind == "movement" and len(reads) == 1
+        if moves and operation.inputs[0].shape == operation.output.shape:
+            read_as[operation.output.name] = reads[0]
+            found.append(None)
+            continue
+        small = operation.kind in ("elementwise", "movement") and not part.tiled
+        another = operation.kind == "reduction" and reads in summed
+        own = not (small or another)
+        found.append(dataclasses.replace(operation, inputs=reads) if own else None)
+        if operation.kind == "reduction":
+            summed.add(reads)
+    if not any(found):  # nothing but changes of type, say
+        found[-1] = outline.parts[-1].operation
+    return found
+
+
+def grids(outline: Outline) -> list[tuple[int, ...]]:
+    """Grids to try: along axes without a halo (a batch) first, then along all."""
+    parts = [p for p in outline.parts if p.tiled]
+    if not parts:
+        return []
+    longest = np.array([p.lengths for p in parts]).max(0)
+    halo = [
+        any(line[a].scale not in (0, 1) or line[a].halo for p in parts for line in p.demands)
+        for a in range(outline.rank)
+    ]
+
+    def grid(along_free: int, along_halo: int) -> tuple[int, ...]:
+        wanted = [along_halo if h else along_free for h in halo]
+        # Along an axis of one position nothing is tiled, and its length is 0.
+        return tuple(max(1, int(min(n, m))) for n, m in zip(wanted, longest, strict=True))
+
+    free = max((int(n) for n, h in zip(longest, halo, strict=True) if not h), default=1)
+    powers = [2**i for i in range(1, 11)]
+    found = [grid(n, 1) for n in powers if n < free] + [grid(free, 1)]
+    found += [grid(free, n) for n in (2, 3, 4, 6, 8, 12, 16)]
+    return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]

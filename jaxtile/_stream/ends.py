@@ -1,0 +1,80 @@
+"""Where tiles come from and where they go: arguments that are read, outputs that are written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._errors import TilingError
+from .._graph.values import Value
+from .._run.loop import at
+
+
+class Source:
+    """A tiled argument that is read by window."""
+
+    def __init__(self, name: str, array: Any, aval: Any):
+        self.name, self.aval = name, aval
+        # A window of an array on the device would be cut by a program of its own.
+        self.array = np.asarray(array) if isinstance(array, jax.Array) else array
+
+    def read(self, place: tuple[slice, ...]) -> np.ndarray:
+        try:
+            found = np.array(self.array[place], self.aval.dtype)
+        except Exception as error:
+            error.add_note(f"while `jaxtile.stream` read {_position(self.name, place)}")
+            raise
+        size = tuple(p.stop - p.start for p in place)
+        if found.shape != size:
+            raise TilingError(
+                f"{_position(self.name, place)} has shape {found.shape}, not {size}: is the "
+                f"argument's `shape` {self.aval.shape} right?"
+            )
+        return found
+
+
+class Sink:
+    """What a tiled output is written to."""
+
+    def __init__(self, name: str, array: Any, value: Value):
+        shape, dtype = tuple(value.aval.shape), value.aval.dtype
+        self.name, self.array = name, np.empty(shape, dtype) if array is None else array
+        if array is None:
+            return
+        if not hasattr(array, "__setitem__") or isinstance(array, jax.Array):
+            raise TilingError(f"`{name}` (a {type(array).__name__}) cannot be assigned to")
+        if tuple(getattr(array, "shape", shape)) != shape:
+            raise TilingError(f"`{name}` has shape {tuple(array.shape)}, the output {shape}")
+        if dtype_of(getattr(array, "dtype", dtype)) != dtype:
+            raise TilingError(
+                f"`{name}` has dtype {array.dtype}, the output {dtype}: convert in the function"
+            )
+
+    def write(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
+        try:
+            self.array[place] = tile
+        except Exception as error:
+            error.add_note(f"while `jaxtile.stream` wrote {_position(self.name, place)}")
+            raise
+
+
+def slices(slots: Sequence[tuple[Any, int]], row: np.ndarray) -> tuple[slice, ...]:
+    """Where the window of a tile lies: per dimension its start, by the tile's row, and its size."""
+    starts = [int(at(slot, row)) for slot, _ in slots]
+    return tuple(slice(n, n + size) for n, (_, size) in zip(starts, slots, strict=True))
+
+
+def all_of(value: Value) -> tuple[slice, ...]:
+    return tuple(slice(0, n) for n in value.aval.shape)
+
+
+def _position(name: str, place: tuple[slice, ...]) -> str:
+    return f"{name}[{', '.join(f'{p.start}:{p.stop}' for p in place)}]"
+
+
+def dtype_of(dtype: Any) -> np.dtype:
+    """In the machine's byte order; libraries have types of their own."""
+    return np.dtype(getattr(dtype, "numpy_dtype", dtype)).newbyteorder("=")
