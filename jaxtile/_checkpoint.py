@@ -93,7 +93,7 @@ def checkpoint(
     tiled function is not defined; `grad`, `vjp` and `vmap` are.
     """
     check_callable(fun)
-    options = Options(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
     return Tiled(
         fun, tiled(fun, options), lambda args, kwargs: scheduled(fun, args, kwargs, options)[0]
     )

@@ -55,7 +55,7 @@ def explain(
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
     """
-    options = Options(in_axes, tiles, policy, mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, policy, mesh, mesh_axes)
     return report(scheduled(fun, args, kwargs, options)[0])
 
 

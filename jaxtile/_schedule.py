@@ -27,18 +27,28 @@ class Options:
 
     in_axes: Any
     tiles: Tiles = "whole"
-    policy: Policy | GraphPolicy | str | None = None
+    policy: Policy | GraphPolicy | None = None
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
     mesh_axes: Sequence[str | None] | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.policy, str):
-            object.__setattr__(self, "policy", resolve(self.policy))
-        if not (self.policy is None or callable(self.policy) or hasattr(self.policy, "choose")):
+    @classmethod
+    def of(
+        cls,
+        in_axes: Any,
+        tiles: Tiles = "whole",
+        policy: Policy | GraphPolicy | str | None = None,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+        mesh_axes: Sequence[str | None] | None = None,
+    ) -> Options:
+        """As the user says them: a policy may be a name."""
+        if isinstance(policy, str):
+            policy = resolve(policy)
+        if not (policy is None or callable(policy) or isinstance(policy, GraphPolicy)):
             raise TilingError(
-                f"`policy` (={self.policy!r}) must be the name of a policy, a function of "
+                f"`policy` (={policy!r}) must be the name of a policy, a function of "
                 "`jax.checkpoint_policies`, or an object with a method `choose`"
             )
+        return cls(in_axes, tiles, policy, mesh, mesh_axes)
 
 
 def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
@@ -53,7 +63,8 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
 
         def run_flat(*leaves: Any) -> tuple[list[jax.Array], list[Any]]:
             nonlocal out_tree
-            plan, traced = scheduled(fun, *jax.tree.unflatten(tree, leaves), options)
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            plan, traced = scheduled(fun, args, kwargs, options)
             out_tree = traced.out_tree
             return execute(plan, traced.arguments), plan.specs
 
@@ -73,7 +84,7 @@ def scheduled(
     traced = trace(fun, args, kwargs, options.in_axes)
     policy, tiles = options.policy, options.tiles
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
-    if not hasattr(policy, "choose"):
+    if not isinstance(policy, GraphPolicy):
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
         return schedule(graph, graph.stored, tiles, traced.rank, devices), traced
     view, values, graph = outlined(traced)
@@ -83,7 +94,7 @@ def scheduled(
             f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "
             "to everything that the policy recomputes whole"
         )
-    grids = {
+    grids: Tiles = {
         key: tiles if grid == "whole" else _per_device(grid, devices)
         for key, grid in chosen.items()
     }

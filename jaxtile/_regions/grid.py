@@ -17,7 +17,7 @@ GridSpec = tuple[int, ...] | Literal["whole"] | None
 """As users say it. A number of tiles per tiled axis; "whole": in one piece, and again in the
 backward pass, as by `jax.checkpoint`; None: in one piece, and once, as plain JAX."""
 
-Tiles = Sequence[int] | GridSpec | Mapping[str | EllipsisType | Value, GridSpec]
+Tiles = Sequence[int] | GridSpec | Mapping[str | EllipsisType | Value, Sequence[int] | GridSpec]
 """One grid for all regions, or one per stored value, with `...` for all others."""
 
 

@@ -15,7 +15,7 @@ a reversed axis makes every device hold all of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,12 +26,20 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph.values import Value
 from .._mesh.collectives import first_only, merged
+from .._mesh.halos import Exchange
 from .._regions.regions import Region
 from .._regions.targets import Target
-from .loop import Body, Layout, Loop
-from .recompute import after, like, select, zeros_after
-
-Array = jax.Array
+from .loop import Body, Layout, Loop, Sums, reducer
+from .recompute import (
+    Array,
+    Arrays,
+    Cotangents,
+    Wanted,
+    after,
+    like,
+    select,
+    zeros_after,
+)
 
 
 class Sharded:
@@ -42,13 +50,14 @@ class Sharded:
         self.region, self.devices = region, region.devices
         self.blocks = _Blocks(region)
         self.loop = Loop(region, self.blocks)
-        axes = [a for a in sorted(region.split) if self.devices.names[a] is not None]
-        self.names = [self.devices.names[a] for a in axes]
+        self.names = self.blocks.names(region.split)
         """The mesh axes that the work is distributed over."""
         self.in_specs = [self.devices.spec(v.array.axes) for v in region.inputs]
         self.out_specs = [self.devices.spec(t.result.axes) for t in region.targets]
 
-    def forward(self, inputs, globals_, wanted=None):
+    def forward(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
+    ) -> tuple[list[Array], Any]:
         run = self._on_devices(
             functools.partial(self._forward, wanted),
             (P(*self.names), self.in_specs, P()),
@@ -56,7 +65,9 @@ class Sharded:
         )
         return run(self._rows(), list(inputs), list(globals_))
 
-    def backward(self, inputs, globals_, kept, cotangents, wanted):
+    def backward(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+    ) -> tuple[Cotangents, Cotangents]:
         cotangents = [None if c is None or c.dtype == jax.dtypes.float0 else c for c in cotangents]
         specs = [
             s if c is not None else None for s, c in zip(self.out_specs, cotangents, strict=True)
@@ -69,7 +80,9 @@ class Sharded:
         sums, totals = run(self._rows(), list(inputs), list(globals_), kept, cotangents)
         return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
 
-    def _on_devices(self, fun, in_specs, out_specs):
+    def _on_devices(
+        self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         mapped = jax.shard_map(
             fun,
             mesh=self.devices.mesh,
@@ -79,12 +92,22 @@ class Sharded:
         )
         return jax.jit(mapped)
 
-    def _forward(self, wanted, rows, inputs, globals_):
+    def _forward(
+        self, wanted: Wanted | None, rows: Array, inputs: Arrays, globals_: Arrays
+    ) -> tuple[list[Array], Any]:
         inputs = [e.fill(x) for e, x in zip(self.blocks.exchanges, inputs, strict=True)]
         results, kept = self._run(inputs, globals_, self._local(rows), wanted)
         return results, jax.tree.map(self._stacked, kept)
 
-    def _backward(self, wanted, rows, inputs, globals_, kept, cotangents):
+    def _backward(
+        self,
+        wanted: Wanted,
+        rows: Array,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+    ) -> Sums:
         # Otherwise the compiler may find that it has these halos already, and hold them.
         if self.region.grid.recomputed:
             inputs = after(inputs, [c for c in cotangents if c is not None])
@@ -103,7 +126,9 @@ class Sharded:
         ]
         return sums, [_summed(t, self.names) for t in totals]
 
-    def _run(self, inputs, globals_, rows, wanted) -> tuple[list[Array], Any]:
+    def _run(
+        self, inputs: Arrays, globals_: Arrays, rows: Array, wanted: Wanted | None
+    ) -> tuple[list[Array], Any]:
         """On one device: the results, and what is kept for the derivative."""
         recomputed = self.region.grid.recomputed
         if not recomputed and wanted is not None:  # it keeps what JAX keeps
@@ -111,7 +136,7 @@ class Sharded:
             return [v[0] for v in values], pull
         states, remembered = self.loop.accumulate(inputs, globals_, rows, wanted)
         states = [
-            s if t.reduction is None else merged(t.reduction.reduction, s, self._reduced(t))
+            s if t.reduction is None else merged(reducer(t), s, self._reduced(t))
             for t, s in zip(self.region.targets, states, strict=True)
         ]
         results, kept = self.loop.finished(states, remembered)
@@ -121,7 +146,15 @@ class Sharded:
         """The mesh axes that a target is reduced over."""
         return self.blocks.names(a for a in target.axes if a not in target.result.axes)
 
-    def _pull(self, inputs, globals_, kept, cotangents, wanted, rows):
+    def _pull(
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        wanted: Wanted,
+        rows: Array,
+    ) -> Sums:
         """On one device: cotangents of what it read of the wanted inputs, and of wanted globals."""
         if self.region.grid.recomputed:
             return self.loop.pull(inputs, globals_, kept, cotangents, wanted, rows)
@@ -135,7 +168,7 @@ class Sharded:
     def _aval(self, value: Value) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.blocks.shape(value), value.aval.dtype)
 
-    def _returned(self, value: Value, exchange, sum_: Array) -> Array:
+    def _returned(self, value: Value, exchange: Exchange, sum_: Array) -> Array:
         """The cotangent of an input, from what each device found for its block and halo."""
         held = [self.devices.name(a) for a in value.array.axes]
         return exchange.fold(_summed(sum_, [n for n in self.names if n not in held]))

@@ -19,7 +19,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -43,6 +43,7 @@ Choices = Mapping[str | EllipsisType, Choice]
 """Per stored result its choice; under the key `...`, the grid of everything else."""
 
 
+@runtime_checkable
 class GraphPolicy(Protocol):
     """A policy that sees the whole graph."""
 
