@@ -7,7 +7,7 @@ gradients and Adam are most of it; 0.068 s a step, all of it in a minute and a h
 (jax 0.11.2).
 """
 
-from experiments.config import base
+from experiments.program.config import base
 
 
 def get_config():

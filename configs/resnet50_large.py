@@ -8,7 +8,7 @@ falls from 12 to 2.2, but the accuracy was 0.25 at best, and a guess has 0.17. W
 batch, norms make the means of all images' channels alike.
 """
 
-from experiments.config import base
+from experiments.program.config import base
 
 
 def get_config():

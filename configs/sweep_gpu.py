@@ -5,7 +5,7 @@
 Expect: 60 cells; those that do not fit are recorded as such. Not measured yet.
 """
 
-from experiments.config import sweep
+from experiments.program.config import sweep
 
 
 def get_config():

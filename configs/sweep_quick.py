@@ -5,7 +5,7 @@
 Expect: eight cells of about half a minute each; results in `runs/sweep/results.jsonl`.
 """
 
-from experiments.config import sweep
+from experiments.program.config import sweep
 
 
 def get_config():

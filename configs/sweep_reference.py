@@ -6,7 +6,7 @@ Expect: 65 cells of half a minute to three minutes each, most of it compilation.
 U-Net's thirteen have been run, on an H200: docs/performance.md.
 """
 
-from experiments.config import sweep
+from experiments.program.config import sweep
 
 
 def get_config():

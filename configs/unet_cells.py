@@ -7,7 +7,7 @@ it waits for images to be drawn); all of it in five minutes, of which two are pl
 compiling; mean IoU 0.988 (jax 0.11.2).
 """
 
-from experiments.config import base
+from experiments.program.config import base
 
 
 def get_config():

@@ -8,7 +8,7 @@ only). Before the first step, the GPU's compiler tries algorithms for five minut
 kept in the workdir). Quality is not measured.
 """
 
-from experiments.config import base
+from experiments.program.config import base
 
 
 def get_config():

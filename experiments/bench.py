@@ -23,13 +23,13 @@ from collections.abc import Iterator, Sequence
 from absl import flags
 from ml_collections import ConfigDict
 
-from . import peers
-from .baselines import PLAIN, SHARDED
-from .cell import Cell, check
-from .config import ConfigError, start, sweep, workdir_flag
-from .results import Result, append, read
-from .sweep import keep_off_devices, machine, measured, outcome, process
-from .workdir import Workdir
+from .measuring.baselines import IN_TORCH, PLAIN, SHARDED
+from .measuring.cells import Cell, check
+from .measuring.processes import keep_off_devices, machine, measured, outcome, process
+from .measuring.results import Result, append, read
+from .program.command import start, workdir_flag
+from .program.config import ConfigError, sweep
+from .program.files import Lock
 
 _WORKDIR = workdir_flag()
 _PEERS = flags.DEFINE_bool("peers", False, "PyTorch, plain and with checkpoints per block")
@@ -77,16 +77,17 @@ def parsed(text: str) -> Cell:
 
 def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool) -> str:
     """Measure what is missing; the table."""
-    workdir = Workdir(path)
-    known, _ = read(workdir.path)
+    lock = Lock(path)
+    folder = lock.folder
+    known, _ = read(folder)
     settings = sweep(())
     settings.update(repeats=_REPEATS.value, limit_seconds=_LIMIT.value, compare=False, warmup=2)
 
     def found(cell: Cell) -> Result:
         if cell not in known:
             measure = peer if cell.policy in _PEER_ROWS else measured
-            known[cell] = measure(cell, settings, workdir.path)
-            append(workdir.path / "results.jsonl", known[cell])
+            known[cell] = measure(cell, settings, folder)
+            append(folder / "results.jsonl", known[cell])
             print(f"{cell.name}: {outcome(known[cell])}", file=sys.stderr, flush=True)
         return known[cell]
 
@@ -94,7 +95,7 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
     for problem in problems:
         rows = [found(cell) for cell in baselines(problem, devices)]
         rows += [found(cell) for cell in planned(problem, rows[0])]
-        if with_peers and problem.model in peers.NAMES:
+        if with_peers and problem.model in IN_TORCH:
             if importlib.util.find_spec("torch") is None:
                 print("--peers: PyTorch is not installed, so it is left out", file=sys.stderr)
             else:
@@ -102,7 +103,7 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
                 rows += [found(cell) for cell in policies]
         lines += [*table(problem, rows), ""]
     text = "\n".join(lines)
-    (workdir.path / "bench.md").write_text(text + "\n")
+    (folder / "bench.md").write_text(text + "\n")
     return text
 
 

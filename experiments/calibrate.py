@@ -10,6 +10,8 @@ in a tile, and how much longer gradients take than operations.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +21,15 @@ import jaxtile
 from jaxtile._plan.costs import has_host_memory, measured_path
 from policies import Costs
 
-from .config import start
-from .measure import measure
+from .measuring.measure import measure
+from .program.command import start
 
 _OUTPUT = flags.DEFINE_string("output", None, "where to write; default: where the planner looks")
 _SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 2048, on a CPU 64")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "runs of each measurement; the median counts")
+
+Layer = Callable[[jax.Array, jax.Array], jax.Array]
+"""Of an image and weights."""
 
 _CHANNELS = 128
 """Networks have most of their arithmetic where there are at least as many."""
@@ -67,7 +72,7 @@ def calibrate(size: int) -> Costs:
     )
 
 
-def seconds(fun, *args) -> float:
+def seconds(fun: Callable[..., Any], *args: jax.Array) -> float:
     return measure(fun, *args, repeats=_REPEATS.value).seconds
 
 
@@ -95,7 +100,7 @@ def _pools(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
 
-def _with_our_gradient(fun):
+def _with_our_gradient(fun: Layer) -> Layer:
     """As plain JAX, but for the gradients that jaxtile states anew."""
     return jaxtile.checkpoint(fun, in_axes=((1, 2), None), tiles=None)
 
@@ -122,7 +127,7 @@ def _bandwidth(size: int) -> float:
 
 
 def _host_bandwidth(size: int) -> float:
-    def there_and_back(x):
+    def there_and_back(x: jax.Array) -> jax.Array:
         host = jax.device_put(x * 1.5, jax.memory.Space.Host)
         return jax.device_put(jax.lax.optimization_barrier(host), jax.memory.Space.Device) + 1
 
@@ -154,7 +159,7 @@ def _tile(size: int) -> float:
     """A tiled step against the same step recomputed whole, by what each of them computes."""
     x, w = _image(size), _weights()
 
-    def step(tiles):
+    def step(tiles: tuple[int, int] | str) -> float:
         tiled = jaxtile.checkpoint(_stack, in_axes=((1, 2), None), tiles=tiles)
         work = jaxtile.explain(_stack, x, w, in_axes=((1, 2), None), tiles=tiles).step_flops
         return seconds(jax.grad(lambda w, x: tiled(x, w).sum()), w, x) / work
@@ -162,7 +167,7 @@ def _tile(size: int) -> float:
     return max(1.0, step((4, 4)) / step("whole"))
 
 
-def _gradient(fun, size: int, dtype: str = "float32") -> float:
+def _gradient(fun: Layer, size: int, dtype: str = "float32") -> float:
     x, w = _image(size, dtype), _weights(dtype=dtype)
     forward = seconds(fun, x, w)
     both = seconds(lambda x, w: jax.vjp(fun, x, w)[1](fun(x, w)), x, w)

@@ -9,8 +9,6 @@ because a crash must cost one cell only.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import statistics
 import sys
@@ -22,70 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxtile
-import models
 import policies
 
-from . import baselines
-from .device_memory import Peak, memory_of_device
-from .problems import Problem, problem, shape_of
-from .step import estimated_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """What is measured. A policy may also be one of the baselines, as `plain`."""
-
-    model: str
-    size: int = 0
-    """Height and width; 0: the reference's."""
-    batch: int = 0
-    """Images; 0: the reference's."""
-    dtype: str = "float32"
-    policy: str = baselines.PLAIN
-    tiles: str = ""
-    """As `4x4`: the grid of what the policy recomputes; empty: it is recomputed whole."""
-
-    @property
-    def name(self) -> str:
-        """As `--only` matches it: model, size, policy, tiles, dtype, batch."""
-        parts = (self.model, self.size, self.policy, self.tiles, self.dtype, self.batch)
-        return ",".join(map(str, parts))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return shape_of(self.model, self.batch or None, self.size or None)
-
-    def grid(self) -> tuple[int, ...]:
-        return tuple(int(n) for n in self.tiles.split("x"))
-
-
-def check(cell: Cell) -> None:
-    """Raise a `ValueError` that names the field, if the cell cannot be meant. Nothing runs."""
-    if cell.model not in models.names():
-        raise ValueError(f"there is no model {cell.model!r}; known are {', '.join(models.names())}")
-    if cell.policy not in baselines.NAMES:
-        policies.resolve(cell.policy)
-    if cell.tiles and not all(n.isdigit() and int(n) > 0 for n in cell.tiles.split("x")):
-        raise ValueError(f"`tiles` (={cell.tiles!r}) must be numbers, as '4x4'")
-    if cell.tiles and cell.policy in baselines.NAMES:
-        raise ValueError(
-            f"{cell.policy} has no tiles (={cell.tiles!r}); use the policy recompute_all"
-        )
-    if min(cell.size, cell.batch) < 0:
-        raise ValueError(f"`size` (={cell.size}) and `batch` (={cell.batch}) must not be negative")
-    wrong = _refusal(cell.model, cell.shape, cell.dtype)
-    if wrong:
-        raise ValueError(wrong)
-
-
-@functools.cache
-def _refusal(model: str, shape: tuple[int, ...], dtype: str) -> str | None:
-    """Why the model does not take such images."""
-    try:
-        problem(model, shape, jnp.dtype(dtype), abstract=True)
-    except (TypeError, ValueError) as error:
-        return f"{model} at {shape}, {dtype}: {error}"
-    return None
+from .devices.memory import Peak, memory_of_device
+from .measuring import baselines
+from .measuring.cells import Cell, check
+from .measuring.problems import Problem, problem
 
 
 def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str, Any]:
@@ -96,7 +36,8 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
     traced = jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*arguments)
     planned = time.perf_counter() - began
     # What a mesh's devices hold is not estimated yet.
-    estimated = None if cell.policy in baselines.SHARDED else estimated_bytes(traced)
+    on_one = cell.policy not in baselines.SHARDED
+    estimated = jaxtile.estimate_memory(traced).bytes.total if on_one else None
     began = time.perf_counter()
     compiled = traced.lower().compile()
     compiling = time.perf_counter() - began

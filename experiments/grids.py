@@ -8,6 +8,9 @@ operations, not the number of tiles.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from absl import flags, logging
@@ -15,8 +18,8 @@ from jax import lax
 
 import jaxtile
 
-from .config import start
-from .measure import measure
+from .measuring.measure import measure
+from .program.command import start
 
 _SIZE = flags.DEFINE_integer("size", 512, "height and width of the image")
 _CHANNELS = flags.DEFINE_integer("channels", 16, "channels of every layer")
@@ -25,7 +28,7 @@ _GRIDS = flags.DEFINE_multi_integer("grid", [1, 2, 4, 8, 16], "tiles per axis")
 _REPEATS = flags.DEFINE_integer("repeats", 5, "timed steps")
 
 
-def network(params, x):
+def network(params: list[jax.Array], x: jax.Array) -> jax.Array:
     for kernel in params:
         dims = ("NHWC", "HWIO", "NHWC")
         x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims))
@@ -55,7 +58,8 @@ def main(argv: list[str]) -> None:
         print(f"| {n} x {n} |", " | ".join(f"{r:.3f}" for r in ratios), "|", flush=True)
 
 
-def step(fun):
+def step(fun: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """Value and gradients of a loss."""
     return jax.value_and_grad(lambda p, x: jnp.mean(fun(p, x) ** 2))
 
 

@@ -20,8 +20,8 @@ import models
 import policies
 from policies import format_bytes
 
-from .config import start
-from .problems import problem, shape_of
+from .measuring.problems import problem, shape_of
+from .program.command import start
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
 _BUDGET = flags.DEFINE_string("budget", "16GiB", "bytes of the compiled step")
@@ -132,7 +132,7 @@ def compiled(policy: str, size: int, budget: int) -> int:
     return plan.measured_bytes
 
 
-def _traced(policy: str, size: int):
+def _traced(policy: str, size: int) -> jax.stages.Traced:
     found = problem(_MODEL.value, _shape(size), jnp.dtype(_DTYPE.value), abstract=True)
     loss = found.loss
     if policy != "plain":

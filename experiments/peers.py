@@ -8,161 +8,92 @@ a GPU. Channels last, cuDNN's fastest algorithms; batch norm uses and updates ba
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-from .problems import REFERENCES, shape_of
+import torch
 
-NAMES = ("vgg16", "resnet50", "unet")
+from .measuring.problems import REFERENCES, shape_of
+from .measuring.torch_models import Network, loss_of
 
-
-def blocks(model: str) -> tuple[Any, Any]:
-    """The model as a list of modules in turn, and its loss; a U-Net is a module of its own."""
-    import torch
-    from torch import nn
-
-    def conv(n_in: int, n_out: int, size: int, stride: int = 1) -> list[nn.Module]:
-        return [
-            nn.Conv2d(n_in, n_out, size, stride, size // 2, bias=False),
-            nn.BatchNorm2d(n_out),
-        ]
-
-    class Bottleneck(nn.Module):
-        def __init__(self, n_in: int, width: int, stride: int):
-            super().__init__()
-            self.body = nn.Sequential(
-                *conv(n_in, width, 1),
-                nn.ReLU(inplace=True),
-                *conv(width, width, 3, stride),
-                nn.ReLU(inplace=True),
-                *conv(width, 4 * width, 1),
-            )
-            same = stride == 1 and n_in == 4 * width
-            self.skip = nn.Identity() if same else nn.Sequential(*conv(n_in, 4 * width, 1, stride))
-
-        def forward(self, x):
-            return torch.relu(self.body(x) + self.skip(x))
-
-    class Level(nn.Module):
-        """A level of the U-Net, with all deeper ones inside; convolutions are not padded."""
-
-        def __init__(self, n_in: int, width: int, deeper: int):
-            super().__init__()
-            self.down = self._convs(n_in, width)
-            self.below = Level(width, 2 * width, deeper - 1) if deeper else None
-            if self.below is not None:
-                self.up = nn.ConvTranspose2d(2 * width, width, 2, 2)
-                self.merge = self._convs(2 * width, width)
-
-        @staticmethod
-        def _convs(n_in: int, n_out: int) -> nn.Module:
-            pairs = [(n_in, n_out), (n_out, n_out)]
-            return nn.Sequential(
-                *(m for a, b in pairs for m in (nn.Conv2d(a, b, 3), nn.ReLU(inplace=True)))
-            )
-
-        def forward(self, x):
-            x = self._run(self.down, x)
-            if self.below is None:
-                return x
-            y = self.up(self.below(torch.max_pool2d(x, 2)))
-            edge = (x.shape[-1] - y.shape[-1]) // 2
-            x = x[..., edge : edge + y.shape[-2], edge : edge + y.shape[-1]]
-            return self._run(self.merge, torch.cat([x, y], 1))
-
-        checkpoint = False
-
-        def _run(self, module, x):
-            from torch.utils.checkpoint import checkpoint
-
-            return checkpoint(module, x, use_reentrant=False) if Level.checkpoint else module(x)
-
-    if model == "vgg16":
-        found, n_in = [], 3
-        for widths in ((64,) * 2, (128,) * 2, (256,) * 3, (512,) * 3, (512,) * 3):
-            layers: list[nn.Module] = []
-            for width in widths:
-                layers += [nn.Conv2d(n_in, width, 3, padding=1), nn.ReLU(inplace=True)]
-                n_in = width
-            found.append(nn.Sequential(*layers, nn.MaxPool2d(2)))
-        return found, lambda y, _: y.float().mean()
-    if model == "resnet50":
-        found, n_in = [nn.Sequential(*conv(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))], 64
-        for i, number in enumerate((3, 4, 6, 3)):
-            for k in range(number):
-                found.append(Bottleneck(n_in, 64 << i, 2 if i and not k else 1))
-                n_in = 256 << i
-        head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
-        return [*found, head], lambda y, t: nn.functional.cross_entropy(y.float(), t)
-    return [nn.Sequential(Level(1, 64, 4), nn.Conv2d(64, 2, 1))], (
-        lambda y, t: nn.functional.cross_entropy(y.float(), t)
-    )
+_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measure(
-    model: str, size: int, batch: int, dtype: str, checkpoint: bool, warmup: int, repeats: int
-) -> dict[str, Any]:
-    import torch
-    from torch.utils.checkpoint import checkpoint as again
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured."""
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: str
+    size: int = 0
+    """Height and width; 0: the reference's."""
+    batch: int = 0
+    """Images; 0: the reference's."""
+    dtype: str = "float32"
+    checkpoint: bool = False
+    """Whether blocks are recomputed."""
+    warmup: int = 2
+    repeats: int = 5
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Seconds and bytes of a step."""
+    step = training_step(options)
+    before, on_gpu = 0, _DEVICE == "cuda"
+    for i in range(options.warmup + 1):
+        step()
+        if on_gpu and i == options.warmup - 1:
+            torch.cuda.empty_cache()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    seconds = statistics.median(step() for _ in range(options.repeats))
+    peak = torch.cuda.max_memory_allocated() - before if on_gpu else None
+    return {"seconds": seconds, "temporary_bytes": peak, "version": torch.__version__}
+
+
+def training_step(options: Options) -> Callable[[], float]:
+    """A function that computes the loss and all gradients, and returns the seconds it took."""
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
-    parts, loss = blocks(model)
-    options = {"device": device, "dtype": getattr(torch, dtype)}
-    network = torch.nn.ModuleList(parts).to(**options, memory_format=torch.channels_last)
-    for level in network.modules():
-        if type(level).__name__ == "Level":
-            type(level).checkpoint = checkpoint
-    shape = shape_of(model, batch or None, size or None)
-    image = torch.randn(shape[0], shape[3], *shape[1:3], **options)
+    loss = loss_of(options.model)
+    types = {"device": _DEVICE, "dtype": getattr(torch, options.dtype)}
+    network = Network(options.model, options.checkpoint)
+    network.to(**types, memory_format=torch.channels_last)
+    shape = shape_of(options.model, options.batch or None, options.size or None)
+    image = torch.randn(shape[0], shape[3], *shape[1:3], **types)
     image = image.contiguous(memory_format=torch.channels_last)
-
-    def scores(x):
-        for part in network:
-            in_blocks = checkpoint and model != "unet"
-            x = again(part, x, use_reentrant=False) if in_blocks else part(x)
-        return x
-
-    with torch.no_grad():
-        shape_of_scores = scores(image).shape
-    classes = REFERENCES[model].classes
-    labels = None
-    if classes is not None:
-        where = (shape_of_scores[0], *shape_of_scores[2:])
-        labels = torch.randint(classes, where, device=device)
+    labels = _labels(options.model, network, image)
 
     def step() -> float:
         began = time.perf_counter()
         network.zero_grad(set_to_none=False)
-        value = loss(scores(image), labels)
+        value = loss(network(image), labels)
         value.backward()
-        found = value.item()
-        if device == "cuda":
+        value.item()
+        if _DEVICE == "cuda":
             torch.cuda.synchronize()
-        del value, found
         return time.perf_counter() - began
 
-    before = 0
-    for i in range(warmup + 1):
-        step()
-        if device == "cuda" and i == warmup - 1:
-            torch.cuda.empty_cache()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    seconds = statistics.median(step() for _ in range(repeats))
-    peak = torch.cuda.max_memory_allocated() - before if device == "cuda" else None
-    return {"seconds": seconds, "temporary_bytes": peak, "version": torch.__version__}
+    return step
+
+
+def _labels(model: str, network: Network, image: torch.Tensor) -> torch.Tensor | None:
+    with torch.no_grad():
+        shape = network(image).shape
+    classes = REFERENCES[model].classes
+    if classes is None:
+        return None
+    return torch.randint(classes, (shape[0], *shape[2:]), device=_DEVICE)
 
 
 def main() -> None:
-    options = {"size": 0, "batch": 0, "dtype": "float32", "checkpoint": False}
-    options |= {"warmup": 2, "repeats": 5} | json.loads(sys.argv[1])
-    print(json.dumps(measure(**options)), flush=True)
+    options = Options(**json.loads(sys.argv[1]))
+    print(json.dumps(measure(options)), flush=True)
 
 
 if __name__ == "__main__":

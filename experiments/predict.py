@@ -32,190 +32,26 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 
 import jaxtile
 
-from .checkpoints import CheckpointError
-from .config import ConfigError, start
-from .data import Scale, range_of, read_bytes, read_range
-from .images import Image, ImageError, create_image, open_image
-from .program import undone
-from .progress import Bar, duration
-from .task import load_trained
-from .workdir import write_atomically
-
-_FARTHEST = 256  # pixels that an image may be continued by
-
-Progress = Callable[[int, int], Any]
-
-
-class PredictionError(ValueError):
-    """Why this network cannot be applied to this image. The text is for the user."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """A trained network, as this program needs it."""
-
-    scores: Callable[[Any, jax.Array], jax.Array]
-    """Of weights and images of 8 bits: (B, h, w, classes), or (B, classes)."""
-    weights: Any
-    channels: int
-    classes: Sequence[str]
-    output_size: Callable[[int], int] | None
-    """Of the map of scores, along an axis of the image; None: there is no map."""
-    scale: Scale | None = None
-    """Of pixels that are not of 8 bits."""
-
-    def size_error(self, height: int, width: int) -> str | None:
-        """Why it does not take an image of this size."""
-        shape = jax.ShapeDtypeStruct((1, height, width, self.channels), jnp.uint8)
-        try:
-            jax.eval_shape(self.scores, self.weights, shape)
-        except (ValueError, TypeError) as error:
-            return str(error)
-        return None
-
-    def fitting(self, n: int) -> int:
-        """The first size from `n` on that it takes."""
-        for size in range(n, n + _FARTHEST):
-            if self.size_error(size, size) is None:
-                return size
-        raise PredictionError(self.size_error(n, n))
-
-
-class Pixels:
-    """An image as a network takes it: a batch of one, 8 bits a channel, of at least its size."""
-
-    dtype = np.dtype(np.uint8)
-
-    def __init__(
-        self, image: Image, size: tuple[int, int], channels: int, scale: Scale | None = None
-    ):
-        self.image, self.shape, self.scale = image, (1, *size, channels), scale
-
-    def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
-        # Beyond the image's last row and column there is that row and column again.
-        inside = [
-            slice(min(p.start, n - 1), min(p.stop, n))
-            for p, n in zip(place[1:3], self.image.shape, strict=False)
-        ]
-        missing = [
-            (0, (p.stop - p.start) - (q.stop - q.start))
-            for p, q in zip(place[1:3], inside, strict=True)
-        ]
-        values = read_bytes(self.image, inside, self.shape[3], self.scale)
-        return np.pad(values, (*missing, (0, 0)), mode="edge")[None]
-
-
-class Unbatched:
-    """A sink for a batch of one that writes to an image."""
-
-    def __init__(self, image: Any):
-        self.image = image
-
-    def __setitem__(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
-        with _writing(self.image.path):
-            self.image[place[1:3]] = tile[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Map:
-    """Where in the image the result of a network that segments lies."""
-
-    padded: tuple[int, int]
-    """The size that the network sees."""
-    size: tuple[int, int]
-    """The size of the result."""
-    offset: tuple[int, int]
-    """The pixel of the image that the result's first one belongs to."""
-
-    @classmethod
-    def of(cls, network: Network, shape: Sequence[int]) -> Map:
-        padded = tuple(network.fitting(n) for n in shape[:2])
-        size = tuple(network.output_size(n) for n in shape[:2])
-        if min(size) < 1:
-            needed = next(n for n in range(1, 1 << 20) if network.output_size(n) > 0)
-            raise PredictionError(
-                f"an image of {_times(shape)} pixels is too small: the network needs at least "
-                f"{needed} along each axis"
-            )
-        offset = tuple((n - network.output_size(n)) // 2 for n in padded)
-        return cls(padded, size, offset)
-
-
-def segment(
-    network: Network,
-    image: Image,
-    out: str | os.PathLike,
-    *,
-    tile: int,
-    probabilities: str | None = None,
-    progress: Progress | None = None,
-) -> Map:
-    """Write the class of each pixel, or the probabilities of all classes in the given type."""
-    check_image(image)
-    area = Map.of(network, image.shape)
-    height, width = area.size
-    classes = np.uint8 if len(network.classes) <= 256 else np.uint16
-
-    def result(weights: Any, images: jax.Array) -> jax.Array:
-        scores = network.scores(weights, images)[:, :height, :width]
-        if probabilities:
-            return jax.nn.softmax(scores).astype(probabilities)
-        return scores.argmax(-1).astype(classes)
-
-    shape = (*area.size, len(network.classes)) if probabilities else area.size
-    tiles = tuple(math.ceil(n / tile) for n in area.size)
-    run = jaxtile.stream(result, in_axes=(None, (1, 2)), tiles=tiles)
-    with _writing(out):
-        created = create_image(out, shape, probabilities or classes)
-    with created as written, undone(written.abandon):
-        source = Pixels(image, area.padded, network.channels, network.scale)
-        run(network.weights, source, out=Unbatched(written), progress=progress)
-    return area
-
-
-@contextlib.contextmanager
-def _writing(out: str | os.PathLike) -> Iterator[None]:
-    """What the system or a library says, as that the disk is full, with the name of the file."""
-    try:
-        yield
-    except ImageError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PredictionError(f"{out} cannot be written: {reason}") from error
-
-
-def classify(
-    network: Network, image: Image, *, tile: int, progress: Progress | None = None
-) -> np.ndarray:
-    """The probability of each class, of the whole image."""
-    check_image(image)
-    size = image.shape[:2]
-    if error := network.size_error(*size):
-        raise PredictionError(error)
-    run = jaxtile.stream(
-        lambda weights, images: jax.nn.softmax(network.scores(weights, images))[0],
-        in_axes=(None, (1, 2)),
-        tiles=tuple(math.ceil(n / tile) for n in size),
-    )
-    source = Pixels(image, size, network.channels, network.scale)
-    return np.asarray(run(network.weights, source, progress=progress))
-
-
-def check_image(image: Image) -> None:
-    """Raise an error for what training refuses too."""
-    if image.shape[2] > 4:
-        raise ImageError(image.path, f"has {image.shape[2]} channels, where at most 4 can be")
+from .data import Scale, range_of, read_range
+from .images import Image, ImageError, open_image
+from .predicting.network import Map, Network, PredictionError, times
+from .predicting.pixels import check_image, writing
+from .predicting.whole_image import classify, segment
+from .program.command import start
+from .program.config import ConfigError
+from .program.files import write_atomically
+from .program.progress import Bar, duration
+from .training.checkpoints import CheckpointError
+from .training.trained import load_trained
 
 
 def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> Network:
@@ -304,7 +140,7 @@ def _run(options: Any) -> None:
             area = segment(
                 network, image, out, tile=options.tile, probabilities=dtype, progress=progress
             )
-            print(f"{out}: {_times(area.size)} pixels{_where(area, image.shape)}")
+            print(f"{out}: {times(area.size)} pixels{_where(area, image.shape)}")
         if network.scale is not None and (cut := network.scale.beyond()):
             print(f"warning: {cut}")
         seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:2]) / 1e6
@@ -345,7 +181,7 @@ def _write_classes(out: pathlib.Path, image: str, network: Network, found: np.nd
     for name in ranked[:10]:
         print(f"{name:>12} {probabilities[name]:.6f}")
     record = {"image": str(image), "class": ranked[0], "probabilities": probabilities}
-    with _writing(out):
+    with writing(out):
         write_atomically(out, json.dumps(record, indent=2) + "\n")
 
 
@@ -353,12 +189,8 @@ def _where(area: Map, shape: Sequence[int]) -> str:
     """What a user must know to lay the result over the image."""
     text = f"; its first pixel is pixel {area.offset} of the image" if any(area.offset) else ""
     if area.padded != tuple(shape[:2]):
-        text += f"; the network saw {_times(area.padded)}, the last row and column repeated"
+        text += f"; the network saw {times(area.padded)}, the last row and column repeated"
     return text
-
-
-def _times(size: Sequence[int]) -> str:
-    return f"{size[0]} x {size[1]}"
 
 
 if __name__ == "__main__":

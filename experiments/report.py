@@ -25,11 +25,11 @@ import matplotlib.pyplot as plt
 
 from policies import Plan
 
-from .config import start, workdir_flag
-from .results import Result, number, read
+from .measuring.results import Result, number, read
+from .program.command import start, workdir_flag
 
 _WORKDIR = workdir_flag()
-_PAGE = pathlib.Path(__file__).with_name("report.html")
+_PAGE = pathlib.Path(__file__).with_name("measuring") / "report.html"
 
 Results = Sequence[Result]
 

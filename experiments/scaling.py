@@ -41,9 +41,9 @@ from jaxtile._plan.costs import BUILT_IN
 from jaxtile._plan.model import Model
 from policies import Costs, format_bytes
 
-from .baselines import BLOCKS
-from .config import start
-from .problems import Problem, problem, shape_of
+from .measuring.baselines import BLOCKS
+from .measuring.problems import Problem, problem, shape_of
+from .program.command import start
 
 Tile = int | Literal["whole"]
 

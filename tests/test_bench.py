@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from experiments import baselines
 from experiments.bench import baselines as rows
 from experiments.bench import parsed, planned, table
-from experiments.config import ConfigError
-from experiments.results import Result
+from experiments.measuring import baselines
+from experiments.measuring.results import Result
+from experiments.program.config import ConfigError
 
 from .test_experiments import run
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.config import ConfigError, base, check, differences, fields, load
-from experiments.step import Step, make_optimiser
-from experiments.task import Task
+from experiments.program.config import ConfigError, base, check, differences, fields, load
+from experiments.training.step import Step, make_optimiser
+from experiments.training.task import Task
 
 FILES = sorted(pathlib.Path(__file__).parent.parent.glob("configs/[!_s]*.py"))
 
@@ -43,7 +43,7 @@ def test_a_shipped_config(file):
 def test_a_misspelt_field_in_a_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from experiments.config import base\n"
+        "from experiments.program.config import base\n"
         "def get_config():\n    config = base('unet')\n    config.train.stpes = 3\n"
         "    return config\n"
     )
@@ -54,7 +54,7 @@ def test_a_misspelt_field_in_a_file(tmp_path):
 def test_a_field_of_the_wrong_type(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
-        "from experiments.config import base\n"
+        "from experiments.program.config import base\n"
         "def get_config():\n    config = base('unet')\n    config.train.steps = 'x'\n"
         "    return config\n"
     )

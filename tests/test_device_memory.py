@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments import device_memory
+from experiments.devices import memory
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ from experiments import device_memory
 )
 def test_only_what_steps_took_is_their_peak(before, after, observed, monkeypatch):
     figures = iter([before, after])
-    monkeypatch.setattr(device_memory, "memory_of_device", lambda: next(figures))
-    assert device_memory.Peak().observed() == observed
+    monkeypatch.setattr(memory, "memory_of_device", lambda: next(figures))
+    assert memory.Peak().observed() == observed

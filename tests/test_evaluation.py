@@ -13,12 +13,12 @@ import pytest
 import tifffile
 
 from experiments import data
-from experiments.config import base
-from experiments.evaluation import Evaluation, what
 from experiments.predict import load_network
-from experiments.step import Step, batch_shapes, make_optimiser
-from experiments.task import Task
-from experiments.train import load_data
+from experiments.program.config import base
+from experiments.training.evaluation import Evaluation, what
+from experiments.training.setup import load_data
+from experiments.training.step import Step, batch_shapes, make_optimiser
+from experiments.training.task import Task
 
 from .test_task import by_definition
 

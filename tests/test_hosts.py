@@ -14,8 +14,8 @@ import time
 import numpy as np
 import pytest
 
-from experiments.config import ConfigError
-from experiments.hosts import find_devices
+from experiments.devices.hosts import find_devices
+from experiments.program.config import ConfigError
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 60

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
+from experiments.reference.lower_sets import depth_first_sets, smallest_budget_as_listed
 from policies._lower_sets import (
     ForwardGraph,
     _measured,
     ancestor_sets,
     cheapest_within,
-    depth_first_sets,
     lower_sets,
     smallest_budget,
 )
@@ -71,5 +71,5 @@ def test_the_references_exact_budget_depends_on_an_order():
     graph = ForwardGraph.of(reference.unet())
     listed = depth_first_sets(graph)
     assert set(listed) == set(lower_sets(graph))
-    assert smallest_budget(graph, listed, as_listed=True).peak == 5_716_426_752
+    assert smallest_budget_as_listed(graph, listed) == 5_716_426_752
     assert smallest_budget(graph, listed).peak == 5_545_689_088

@@ -1,4 +1,4 @@
-"""`jaxtile.operations`: work and traffic of any function; `experiments.reference.replay`."""
+"""`jaxtile.operations`: work and traffic of any function; and the replay of a list of them."""
 
 import jax
 import jax.numpy as jnp

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxtile
 import jaxtile.nn
 import policies
-from experiments.problems import problem, shape_of
+from experiments.measuring.problems import problem, shape_of
 from jaxtile._plan.costs import BUILT_IN, built_in_for_another
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from experiments import predict
-from experiments.checkpoints import Checkpoints
-from experiments.config import base
 from experiments.images import create_image, open_image
-from experiments.task import Task
+from experiments.predicting.network import Network
+from experiments.predicting.pixels import Pixels
+from experiments.program.config import base
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.task import Task
 
 from .support import conv, normal
 
@@ -165,7 +167,7 @@ def test_errors_are_one_line_before_anything_runs(tmp_path, monkeypatch):
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(predict.Pixels, "__getitem__", full)
+    monkeypatch.setattr(Pixels, "__getitem__", full)
     with pytest.raises(SystemExit, match="tiles of 16 pixels need too much memory: try --tile=8"):
         run(workdir, tmp_path / "large.npy", out)
     assert not [f for f in tmp_path.iterdir() if "mask" in f.name]
@@ -229,7 +231,7 @@ def test_a_prediction_that_is_stopped_leaves_nothing(tmp_path):
 
 FULL = """
 import pathlib, sys
-from experiments.workdir import write_atomically
+from experiments.program.files import write_atomically
 from tests.test_predict import run
 
 folder = pathlib.Path(sys.argv[1])
@@ -278,8 +280,8 @@ def test_a_full_disk(tmp_path):
 MEMORY = """
 import pathlib, sys
 import jax.numpy as jnp, numpy as np
-from experiments import predict
 from experiments.images import create_image, open_image
+from experiments.predicting.whole_image import segment
 from tests.test_predict import held, tiny
 
 peaks = []
@@ -290,7 +292,7 @@ for size in (2000, 6000):  # both have more tiles than are under way at once
         pass
     watch = lambda done, total: peak.append(held())
     with open_image(path) as image:
-        predict.segment(tiny(), image, path.with_name("mask.npy"), tile=500, progress=watch)
+        segment(tiny(), image, path.with_name("mask.npy"), tile=500, progress=watch)
     peaks.append(max(peak))
 print((peaks[1] - peaks[0]) / 2**20)
 """
@@ -298,7 +300,7 @@ print((peaks[1] - peaks[0]) / 2**20)
 
 def tiny():
     kernel = jnp.asarray(normal(0, 3, 3, 3, 2), jnp.float32)
-    return predict.Network(
+    return Network(
         lambda w, x: conv(x.astype(w.dtype) / 255, w), kernel, 3, ["no", "yes"], lambda n: n
     )
 

@@ -39,7 +39,7 @@ with Noted() as noted:
 def start(body, *, before="", **options):
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
     program = (
-        f"import time\nfrom experiments.program import *\n{before}\n"
+        f"import time\nfrom experiments.program.ending import *\n{before}\n"
         f'Signals("all is kept")\nwith sentences("all is kept", ValueError):\n{lines}\n'
     )
     return subprocess.Popen(

@@ -6,7 +6,7 @@ import math
 import pytest
 
 import models
-import policies
+from experiments.reference import frameworks
 from experiments.reference.replay import replay
 
 from . import reference_models as reference
@@ -221,7 +221,7 @@ def output_name(name):
 
 
 def test_unet_retention():
-    kept = policies.retained(reference.unet(), policies.chainer)
+    kept = frameworks.retained(reference.unet(), frameworks.chainer)
     theirs = {
         t
         for o in forward("unet_chainer")
@@ -234,7 +234,7 @@ def test_unet_retention():
 
 
 def test_alexnet_retention():
-    kept = policies.retained(reference.alexnet(), policies.tensorflow)
+    kept = frameworks.retained(reference.alexnet(), frameworks.tensorflow)
     facts = reference.facts("alexnet_tf")["totals"]
     wanted = {layout(name) for name in facts["retained"]}
     assert {(n.split("@")[0], "NHWC" if "@" in n else "NCHW") for n in kept} == wanted
@@ -244,7 +244,9 @@ def test_alexnet_retention():
 def test_local_cnn_retention():
     graph = reference.local_cnn()
     trained = [o for o in graph.operations if "evaluate" not in o.name]
-    kept = policies.retained(dataclasses.replace(graph, operations=tuple(trained)), policies.untied)
+    kept = frameworks.retained(
+        dataclasses.replace(graph, operations=tuple(trained)), frameworks.untied
+    )
     facts = reference.facts("local_cnn")
     theirs = {
         t
@@ -287,15 +289,15 @@ def unet_name(at):
 def unet_listed(op):
     """What Chainer's graph lists as read by a gradient: a ReLU's output, else all inputs too."""
     unary = op.kind == "elementwise"
-    return [*([] if unary else [t.name for t in op.inputs]), *policies.chainer(op)]
+    return [*([] if unary else [t.name for t in op.inputs]), *frameworks.chainer(op)]
 
 
 def unet_cases():
     graph = reference.unet()
-    lean = policies.training_steps(graph, policies.chainer)
-    listed = policies.training_steps(graph, unet_listed)
+    lean = frameworks.training_steps(graph, frameworks.chainer)
+    listed = frameworks.training_steps(graph, unet_listed)
     everything = [o.name for o in graph.operations]
-    kept = list(policies.retained(graph, policies.chainer))
+    kept = list(frameworks.retained(graph, frameworks.chainer))
     grads = [f"grad:{w}" for w in weights(graph)]
     return {
         "forward_only_no_retention": (steps(graph), []),
@@ -329,8 +331,8 @@ def test_resnet50_peaks():
 def local_cnn_cases():
     graph = reference.local_cnn()
     trained = tuple(o for o in graph.operations if "evaluate" not in o.name)
-    training = policies.training_steps(
-        dataclasses.replace(graph, operations=trained), policies.untied, constant=INPUTS
+    training = frameworks.training_steps(
+        dataclasses.replace(graph, operations=trained), frameworks.untied, constant=INPUTS
     )
     everything = [o.name for o in graph.operations]
     kept = [o.name for o in trained]

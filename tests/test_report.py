@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 
 import policies
-from experiments.cell import Cell
+from experiments.measuring.cells import Cell
+from experiments.measuring.results import Result, append, read
 from experiments.report import pareto, write
-from experiments.results import Result, append, read
 
 ROOT = pathlib.Path(__file__).parent.parent
 PLAN_ARGUMENTS = (jnp.ones((8, 8, 3, 3), jnp.float32), jnp.ones((1, 8, 64, 64), jnp.float32))

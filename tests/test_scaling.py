@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import jaxtile
 from experiments import scaling
-from experiments.problems import Problem
+from experiments.measuring.problems import Problem
 from experiments.scaling import Link, Scaled, scaled, squarest
 from jaxtile._plan.costs import BUILT_IN
 

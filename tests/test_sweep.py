@@ -11,14 +11,15 @@ import time
 
 import pytest
 
-from experiments.cell import Cell
-from experiments.config import ConfigError, load, sweep
-from experiments.results import Result, append, read
-from experiments.sweep import cells, last_object, process, selected
+from experiments.measuring.cells import Cell
+from experiments.measuring.processes import last_object, process
+from experiments.measuring.results import Result, append, read
+from experiments.program.config import ConfigError, load, sweep
+from experiments.sweep import cells, selected
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = """
-from experiments.config import sweep
+from experiments.program.config import sweep
 
 def get_config():
     config = sweep(("alexnet",), sizes=(67,), batches=(1,))
@@ -178,7 +179,7 @@ def test_what_programs_may_print(tmp_path):
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP"])
 def test_a_child_ends_with_its_parent(name):
     """Here the child is a server, which would run for ever."""
-    code = "from experiments.child import run_child; run_child('http.server', '0', 1e6, None)"
+    code = "import experiments.measuring.child as c; c.run_child('http.server', '0', 1e6, None)"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.DEVNULL)
     child = os.pidfd_open(child_of(parent))
     parent.send_signal(signal.Signals[name])

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.config import ConfigError, base
-from experiments.task import Counts, Task, metrics
+from experiments.program.config import ConfigError, base
+from experiments.training.task import Counts, Task, metrics
 
 
 def by_definition(predicted, labels, classes):
@@ -100,7 +100,7 @@ def test_a_class_without_a_pixel_is_a_warning(task):
 
 def test_a_bar_on_a_terminal():
     program = (
-        "from experiments.progress import Bar\n"
+        "from experiments.program.progress import Bar\n"
         "with Bar('step', 3) as bar:\n"
         "    for i in range(3):\n"
         "        bar.advance(f'loss {i}')\n"

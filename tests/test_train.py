@@ -16,12 +16,12 @@ import pytest
 import tifffile
 from ml_collections import ConfigDict
 
-from experiments.checkpoints import Checkpoints
-from experiments.config import ConfigError
-from experiments.hosts import Devices
-from experiments.saved import Saved
-from experiments.task import load_trained
-from experiments.workdir import Workdir
+from experiments.devices.hosts import Devices
+from experiments.program.config import ConfigError
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.saved import Saved
+from experiments.training.trained import load_trained
+from experiments.training.workdir import Workdir
 
 from .tiny_config import get_config
 

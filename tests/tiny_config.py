@@ -1,6 +1,6 @@
 """A run of seconds, for the tests of the training program."""
 
-from experiments.config import base
+from experiments.program.config import base
 
 
 def get_config():

@@ -71,29 +71,23 @@ def load(
     window = options.size if size is None else size
     geometry = Geometry(pair(window), pair(label_size), options.channels, options.augment)
     if options.kind in _SYNTHETIC:
-        train = split == "train"
-        number, start = (
-            (options.train_images, 0) if train else (options.eval_images, _EVALUATION_START)
-        )
-        make = _SYNTHETIC[options.kind]
-        return make(number, geometry, classes=options.classes, seed=seed, start=start)
+        return _drawn(options, split, geometry, seed)
     if options.kind != "folder":
         known = ", ".join(map(repr, (*_SYNTHETIC, "folder")))
         raise ValueError(f"`kind` (={options.kind!r}) must be one of {known}")
-    found = listing(
-        options.path,
-        options.labels,
-        split,
-        classes=options.classes,
-        eval_fraction=options.eval_fraction,
-        seed=seed,
-        files_outside=options.files_outside,
-    )
     return Folder(
-        found,
+        listing(options, split, seed=seed),
         geometry,
         classes=options.classes,
         mask_values=options.mask_values,
         ignored_values=options.ignored,
         on_bad_file=options.on_bad_file,
     )
+
+
+def _drawn(options: Any, split: str, geometry: Geometry, seed: int) -> Dataset:
+    number, start = options.train_images, 0
+    if split == "eval":
+        number, start = options.eval_images, _EVALUATION_START
+    make = _SYNTHETIC[options.kind]
+    return make(number, geometry, classes=options.classes, seed=seed, start=start)

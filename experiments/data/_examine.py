@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..images import ImageError
-from ..workdir import write_atomically
+from ..program.files import write_atomically
 from ._dataset import DataError, Dataset
 from ._folder import Folder
 from ._scale import Scale

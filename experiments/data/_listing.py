@@ -12,6 +12,7 @@ import io
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,17 +36,8 @@ class Listing:
     """Files that are no images, by their names, or that no label speaks of."""
 
 
-def listing(
-    path: str | Path,
-    labels: str,
-    split: str,
-    *,
-    classes: int,
-    eval_fraction: float = 0.2,
-    seed: int = 0,
-    files_outside: bool = False,
-) -> Listing:
-    """The files of one split of a folder, and their labels.
+def listing(options: Any, split: str, *, seed: int) -> Listing:
+    """The files of one split of the folder `options.path`, and their labels.
 
     * `labels="masks"`: `images/NAME.png` goes with `masks/NAME.tif`; suffixes may differ.
     * `labels="folders"`: `CLASS/NAME.png`. Classes are numbered in alphabetical order.
@@ -56,37 +48,44 @@ def listing(
     If there are folders `train` and `eval` in it, each of this form, they are the splits. If there
     are none, the last `eval_fraction` of the files, shuffled by `seed`, is for evaluation.
     """
-    path = Path(path)
+    path, labels, classes = Path(options.path), options.labels, options.classes
     listings = {
         "masks": _with_masks,
         "folders": _in_class_folders,
-        "csv": functools.partial(_in_table, files_outside=files_outside),
+        "csv": functools.partial(_in_table, files_outside=options.files_outside),
     }
     if labels not in listings:
         raise ValueError(f"`labels` (={labels!r}) must be one of {', '.join(map(repr, listings))}")
     if not path.is_dir():
         raise DataError(path, "there is no such folder")
-    folders = {name: path / name for name in ("train", "eval") if (path / name).is_dir()}
-    if len(folders) == 1:
-        (there,) = folders
-        absent = "eval" if there == "train" else "train"
-        raise DataError(path, f"has a folder {there!r} but no folder {absent!r}: it needs both")
+    folders = _folders_of_splits(path)
     if folders:
         found = listings[labels](list(folders.values()), classes)
         items, ignored = found[list(folders).index(split)]
     else:
         ((items, ignored),) = listings[labels]([path], classes)
         order = np.random.default_rng(seed).permutation(len(items))
-        kept = len(items) - round(len(items) * eval_fraction)
+        kept = len(items) - round(len(items) * options.eval_fraction)
         order = order[:kept] if split == "train" else order[kept:]
         items = [items[i] for i in sorted(order)]
     if not items:
         raise DataError(
             folders.get(split, path),
-            f"no image is left for the split {split!r} (`eval_fraction` is {eval_fraction}; "
-            f"{ignored} files were ignored; images end in {', '.join(SUFFIXES)})",
+            f"no image is left for the split {split!r} (`eval_fraction` is "
+            f"{options.eval_fraction}; {ignored} files were ignored; images end in "
+            f"{', '.join(SUFFIXES)})",
         )
     return Listing(path, tuple(items), labels == "masks", ignored)
+
+
+def _folders_of_splits(path: Path) -> dict[str, Path]:
+    """`train` and `eval`, or nothing."""
+    folders = {name: path / name for name in ("train", "eval") if (path / name).is_dir()}
+    if len(folders) == 1:
+        (there,) = folders
+        absent = "eval" if there == "train" else "train"
+        raise DataError(path, f"has a folder {there!r} but no folder {absent!r}: it needs both")
+    return folders
 
 
 Found = list[tuple[list[Item], int]]

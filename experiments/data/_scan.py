@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..images import Image, ImageError, open_image
-from ..progress import Bar
+from ..program.progress import Bar
 from ._dataset import DataError
 from ._scale import colours
 

@@ -37,6 +37,8 @@ class Image:
       block: (h, w) of what is decoded at once: windows that follow blocks decode nothing twice.
     """
 
+    whole = False
+
     def __init__(
         self,
         path: Path,
@@ -45,13 +47,11 @@ class Image:
         read: Callable[[Window], np.ndarray],
         *,
         close: Callable[[], None] = lambda: None,
-        whole: bool = False,
         block: Sequence[int] = (1, 1),
     ):
         self.path = path
         self.shape = image_shape(path, shape)
         self.dtype = image_dtype(path, dtype)
-        self.whole = whole
         self.block = min(block[0], self.shape[0]), min(block[1], self.shape[1])
         self._read, self._close = read, close
 
@@ -82,6 +82,12 @@ class Image:
 
     def __repr__(self) -> str:
         return f"Image({str(self.path)!r}, shape={self.shape}, dtype={self.dtype})"
+
+
+class WholeImage(Image):
+    """An image whose format has no windows."""
+
+    whole = True
 
 
 def image_shape(path: Path, shape: Sequence[int]) -> tuple[int, int, int]:

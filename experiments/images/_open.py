@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ._base import Image, ImageError, Window, describe, image_shape, require
+from ._base import Image, ImageError, WholeImage, Window, describe, image_shape, require
 from ._raw import RawArray
 from ._tiff import open_tiff
 
@@ -208,7 +208,7 @@ def _open_with_pillow(path: Path) -> Image:
             return _cut(held[0], window)
 
     shape = (height, width, channels)
-    return Image(path, shape, dtype, read, close=held.clear, whole=True, block=(1, width))
+    return WholeImage(path, shape, dtype, read, close=held.clear, block=(1, width))
 
 
 def _cut(array: Any, window: Window) -> Any:

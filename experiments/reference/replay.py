@@ -1,4 +1,4 @@
-"""How many bytes are live when a list of operations is replayed: `experiments.reference.replay`."""
+"""How many bytes are live when a list of operations is replayed."""
 
 from __future__ import annotations
 

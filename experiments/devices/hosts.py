@@ -24,7 +24,7 @@ from jax._src.distributed import global_state  # it has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .config import ConfigError
+from ..program.config import ConfigError
 
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of the first process")
 _PROCESSES = flags.DEFINE_integer("processes", None, "processes of this run")

@@ -9,7 +9,7 @@ import os
 import pathlib
 from typing import Any
 
-from .cell import Cell
+from .cells import Cell
 from .problems import REFERENCES
 
 

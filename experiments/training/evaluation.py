@@ -15,8 +15,8 @@ import jax
 
 import jaxtile
 
-from . import data
-from .hosts import Devices
+from .. import data
+from ..devices.hosts import Devices
 from .step import Step, batch_shapes
 from .task import Counts, Task, Weights, metrics
 from .whole_files import WholeFiles

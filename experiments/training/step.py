@@ -18,12 +18,12 @@ import jaxtile
 import policies
 from policies import format_bytes
 
-from .config import ConfigError
-from .data import Dataset
-from .device_memory import Peak
-from .hosts import Devices
+from ..data import Dataset
+from ..devices.hosts import Devices
+from ..devices.memory import Peak
+from ..program.config import ConfigError
+from ..program.files import write_atomically
 from .task import Task, Weights
-from .workdir import write_atomically
 
 
 class State(NamedTuple):

@@ -7,21 +7,16 @@ of a field is the type of its first value. On the command line, `--config.train.
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib.util
-import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 import models
 import policies
-
-from .program import Signals, sentences
 
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
@@ -31,6 +26,40 @@ FREE = ("policy", "mesh", "checkpoint.", "log.", "eval.tile")
 
 class ConfigError(ValueError):
     """A field has a value that cannot work."""
+
+
+_DATA = {
+    "kind": "cells",  # cells, textures or folder
+    "path": "",
+    "labels": "masks",  # masks, folders or csv
+    "size": 256,  # of the window that is read; 0: whole images
+    "channels": 1,
+    "classes": 2,
+    "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
+    "ignored": (),  # values of masks that do not count, as (255,)
+    "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
+    "files_outside": False,  # labels.csv may name files outside its folder
+    "train_images": 64,
+    "eval_images": 8,
+    "eval_fraction": 0.2,  # of a folder without train/ and eval/
+    "augment": False,
+    "on_bad_file": "error",  # or skip
+    "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
+    "std": (0.25,),
+}
+
+_TRAIN = {
+    "steps": 100,
+    "batch_size": 1,
+    "optimiser": "adam",
+    "learning_rate": 1e-3,
+    "schedule": "cosine",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "momentum": 0.9,
+    "clip_norm": 1.0,  # 0: gradients are not clipped
+    "ema": 0.0,  # decay of the weights' moving average; 0: none
+}
 
 
 def base(model: str, **options: Any) -> ConfigDict:
@@ -48,37 +77,8 @@ def base(model: str, **options: Any) -> ConfigDict:
             "seed": 0,
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: slower, but going on gives the same bits
-            "data": {
-                "kind": "cells",  # cells, textures or folder
-                "path": "",
-                "labels": "masks",  # masks, folders or csv
-                "size": 256,  # of the window that is read; 0: whole images
-                "channels": 1,
-                "classes": 2,
-                "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
-                "ignored": (),  # values of masks that do not count, as (255,)
-                "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
-                "files_outside": False,  # labels.csv may name files outside its folder
-                "train_images": 64,
-                "eval_images": 8,
-                "eval_fraction": 0.2,  # of a folder without train/ and eval/
-                "augment": False,
-                "on_bad_file": "error",  # or skip
-                "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
-                "std": (0.25,),
-            },
-            "train": {
-                "steps": 100,
-                "batch_size": 1,
-                "optimiser": "adam",
-                "learning_rate": 1e-3,
-                "schedule": "cosine",
-                "warmup_steps": 0,
-                "weight_decay": 0.0,
-                "momentum": 0.9,
-                "clip_norm": 1.0,  # 0: gradients are not clipped
-                "ema": 0.0,  # decay of the weights' moving average; 0: none
-            },
+            "data": _DATA,
+            "train": _TRAIN,
             "eval": {
                 "every": 50,  # steps; 0: only at the end
                 "size": 0,  # of the central window of each held-out file; 0: whole images
@@ -188,48 +188,6 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         if old.get(name) != new.get(name)
         and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in free)
     ]
-
-
-@functools.cache
-def config_flag() -> flags.FlagHolder:
-    """One for all programs, so that they can be imported together."""
-    return config_flags.DEFINE_config_file("config", None, "a file of configs/", lock_config=True)
-
-
-@functools.cache
-def workdir_flag() -> flags.FlagHolder:
-    return flags.DEFINE_string("workdir", None, "folder of the run")
-
-
-def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
-    """`app.run` for all programs: bad flags, signals and a full disk end in one line.
-
-    `stopped` is what a user should know who stopped it.
-    """
-    Signals(stopped)
-
-    def parse(argv: Sequence[str]) -> Sequence[str]:
-        _check_overrides(argv)
-        return app.parse_flags_with_usage(list(argv))
-
-    with sentences(stopped, ConfigError):
-        app.run(main, flags_parser=parse)
-
-
-def _check_overrides(argv: Sequence[str]) -> None:
-    """Each `--config.NAME` must be a field of the file that `--config` names."""
-    given = [a.lstrip("-").partition("=") for a in argv if a.lstrip("-").startswith("config.")]
-    paths = [a.partition("=")[2] for a in argv if a.lstrip("-").startswith("config=")]
-    follows = [b for a, b in itertools.pairwise(argv) if a.lstrip("-") == "config"]
-    for path in [*paths, *follows]:
-        known = dict(fields(load(path)))
-        for name, _, _ in given:
-            name = name.removeprefix("config.")
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-                last = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-                hint = f"; did you mean {(last or near)[0]!r}?" if last or near else ""
-                raise ConfigError(f"{path} has no field {name!r}{hint}")
 
 
 def load(path: str) -> ConfigDict:

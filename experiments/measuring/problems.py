@@ -56,7 +56,7 @@ def problem(name: str, shape: tuple[int, ...], dtype: Any, *, abstract: bool = F
     model = nnx.eval_shape(make) if abstract else make()
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def loss(params, rest, *data):
+    def loss(params: Any, rest: Any, *data: jax.Array) -> tuple[jax.Array, Any]:
         merged = nnx.merge(graphdef, params, rest, copy=True)
         return merged.loss(*data), nnx.state(merged, nnx.BatchStat)
 

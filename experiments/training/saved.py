@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..devices.hosts import Devices
 from .checkpoints import Checkpoints, unflatten
-from .hosts import Devices
 from .step import State, Step
 
 

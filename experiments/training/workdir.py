@@ -8,17 +8,17 @@ long it took. `plan.json`, `checkpoints/`, `best/`, `summary.json` and pictures.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from .config import ConfigError, differences, fields
+from ..program.config import ConfigError, differences, fields
+from ..program.files import Lock, naming, write_atomically
 
 _METRICS = {"step", "loss"}
 _TIMING = {"step", "seconds_per_step", "images_per_second", "megapixels_per_second"}
@@ -27,25 +27,9 @@ _TIMING = {"step", "seconds_per_step", "images_per_second", "megapixels_per_seco
 class Workdir:
     """The folder, locked until `close`, or until the process ends, however it ends."""
 
-    def __init__(self, path: str | os.PathLike, lock: str = "lock"):
-        self.path = pathlib.Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / lock, "a+")  # noqa: SIM115
-        except OSError as error:
-            raise ConfigError(f"cannot write to the workdir {self.path}: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "unknown"
-            raise ConfigError(
-                f"another run (process {owner}) is writing to {self.path}: wait for it, stop it, "
-                "or give another --workdir"
-            ) from error
-        self._lock.truncate(0)
-        with naming(self.path / lock):
-            os.write(self._lock.fileno(), str(os.getpid()).encode())
+    def __init__(self, path: str | os.PathLike):
+        self._lock = Lock(path)
+        self.path = self._lock.folder
         self._metrics: Any = None
 
     def check(self, config: ConfigDict) -> None:
@@ -224,28 +208,3 @@ def _ranges(numbers: list[int]) -> str:
             runs.append([n])
     texts = [" to ".join(map(str, run)) for run in runs]
     return ", ".join(texts[:5]) + (f" and {len(texts) - 5} more stretches" if texts[5:] else "")
-
-
-@contextlib.contextmanager
-def naming(file: pathlib.Path) -> Iterator[None]:
-    """A context in which errors of the system name the file; those of writing would not."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(file)
-        raise
-
-
-def write_atomically(file: pathlib.Path, text: str) -> None:
-    """Either the old file or the new one is there, at any moment."""
-    temporary = file.with_name(file.name + ".new")
-    try:
-        with naming(file), open(temporary, "w") as handle:
-            handle.write(text)
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

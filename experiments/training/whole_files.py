@@ -22,10 +22,12 @@ import numpy as np
 
 import jaxtile
 
-from . import data
-from .hosts import Devices
-from .images import Image, ImageError
-from .predict import Map, Network, Pixels, PredictionError
+from .. import data
+from ..devices.hosts import Devices
+from ..images import Image, ImageError
+from ..predicting.network import Map, Network, PredictionError
+from ..predicting.pixels import Pixels
+from ..predicting.whole_image import Progress
 from .task import Counts, Task, Weights
 
 _SECONDS_BETWEEN_LINES = 30.0
@@ -125,7 +127,9 @@ class WholeFiles:
             where = f"file {index + 1} of {len(self.folder)}, tile {done} of {tiles}"
             print(f"evaluation: {where}", flush=True)
 
-    def _segmented(self, weights: Weights, image: Image, mask: Any, tile: int, progress) -> Counts:
+    def _segmented(
+        self, weights: Weights, image: Image, mask: Any, tile: int, progress: Progress
+    ) -> Counts:
         area = Map.of(self.network, image.shape)
         run = self._program(self._compare, area.padded, area.size, tile)
         pixels = Pixels(image, area.padded, self.channels, self.folder.scale)
@@ -151,7 +155,7 @@ class WholeFiles:
         return jnp.where(counts, pairs, self.classes**2), jnp.where(counts, losses, 0)
 
     def _classified(
-        self, weights: Weights, image: Image, label: int, tile: int, progress
+        self, weights: Weights, image: Image, label: int, tile: int, progress: Progress
     ) -> Counts:
         size = image.shape[:2]
         run = self._program(lambda w, x: self.task.scores(w, x)[0], size, size, tile)

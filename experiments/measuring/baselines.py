@@ -32,6 +32,8 @@ BLOCKS = {
     "local_cnn": ("L0.filterNL",),
 }
 """Values at the ends of a model's blocks."""
+IN_TORCH = ("vgg16", "resnet50", "unet")
+"""Models that `torch_models.py` has too."""
 
 
 def applied(name: str, model: str, problem: Problem) -> tuple[Callable[..., Any], tuple[Any, ...]]:

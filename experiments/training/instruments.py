@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from .config import ConfigError
-from .workdir import Workdir, naming
+from ..program.config import ConfigError
+from ..program.files import naming
+from .workdir import Workdir
 
 
 class Clock:

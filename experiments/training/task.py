@@ -7,9 +7,8 @@ inside the tile.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +21,9 @@ import jaxtile
 import models
 from jaxtile import ops
 
-from .checkpoints import CheckpointError, Checkpoints, unflatten
-from .config import ConfigError
-from .data import IGNORED
-from .hosts import Devices
-from .workdir import read_config
+from ..data import IGNORED
+from ..devices.hosts import Devices
+from ..program.config import ConfigError
 
 _MOST_COUNTED = 2**32  # positions of a batch: they are counted with 32 bits
 
@@ -74,7 +71,9 @@ class Task:
         _, params, _, variables = nnx.split(self._make(), nnx.Param, nnx.RngKey, ...)
         return Weights(params, variables)
 
-    def loss(self, params, variables, images, labels) -> tuple[jax.Array, Any]:
+    def loss(
+        self, params: Any, variables: Any, images: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, Any]:
         """The loss in training mode, and the new variables."""
         model = self._merged(params, variables)
         value = model.loss(self.normalised(images), self._ignoring(labels))
@@ -95,7 +94,7 @@ class Task:
         )
         return (images.astype(self.dtype) / 255 - mean) / std
 
-    def counts(self, weights: Weights, images, labels) -> Counts:
+    def counts(self, weights: Weights, images: jax.Array, labels: jax.Array) -> Counts:
         """What all metrics are made of, summed over the positions that count."""
         scores, labels = self.scores(weights, images), self._ignoring(labels)
         predicted, counted = scores.argmax(-1), labels >= 0
@@ -171,7 +170,14 @@ class Task:
 
         return self._tiled(predict, shape, tile, self.in_axes(1)[:2])
 
-    def _tiled(self, fun, shape, tile: int, in_axes: Any, devices: Devices | None = None) -> Any:
+    def _tiled(
+        self,
+        fun: Callable[..., Any],
+        shape: tuple[int, ...],
+        tile: int,
+        in_axes: Any,
+        devices: Devices | None = None,
+    ) -> Callable[..., Any]:
         devices = devices or Devices()
         grid = [math.ceil(n / tile) for n in shape[1:3]]
         if max(grid) == 1 and devices.mesh is None:
@@ -180,7 +186,7 @@ class Task:
         options = devices.options(in_axes[1])
         return jaxtile.checkpoint(fun, in_axes=in_axes, tiles=tuple(grid), **options)
 
-    def _merged(self, params, variables) -> nnx.Module:
+    def _merged(self, params: Any, variables: Any) -> nnx.Module:
         keys = jax.tree.map(lambda _: jax.random.key(self.config.seed), self._keys)
         return nnx.merge(self._graphdef, params, keys, variables, copy=True)
 
@@ -237,59 +243,3 @@ def _number(x: float) -> float | None:
 def _mean(values: np.ndarray) -> float | None:
     there = values[~np.isnan(values)]
     return float(there.mean()) if there.size else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A trained model, as it was at its best."""
-
-    task: Task
-    weights: Weights
-    step: int
-
-    @property
-    def config(self) -> ConfigDict:
-        return self.task.config
-
-
-def load_trained(workdir: str | pathlib.Path) -> Trained:
-    """The best weights of a run, or its last ones if it never was evaluated."""
-    folder = pathlib.Path(workdir)
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not the folder of a training run")
-    try:
-        task = Task(ConfigDict(read_config(folder)))
-    except (AttributeError, KeyError) as error:
-        raise ConfigError(f"{folder / 'config.json'} is damaged: {error}") from error
-    shapes = jax.eval_shape(task.weights)
-    for name in ("best", "checkpoints"):
-        try:
-            found = Checkpoints(folder / name, keep=1, read_only=True).restore()
-        except CheckpointError as error:
-            print(f"warning: {error}", flush=True)
-            continue
-        if found is not None:
-            if name == "checkpoints" and found.record.get("best"):
-                print(
-                    f"warning: {folder / 'best'} lacks the best weights, of step "
-                    f"{found.record['best']['step']}: these are the last, of step {found.step}",
-                    flush=True,
-                )
-            averaged = {
-                k.removeprefix("ema."): v for k, v in found.arrays.items() if k.startswith("ema.")
-            }
-            params = averaged or {
-                k.removeprefix("params."): v
-                for k, v in found.arrays.items()
-                if k.startswith("params.")
-            }
-            variables = {
-                k.removeprefix("variables."): v
-                for k, v in found.arrays.items()
-                if k.startswith("variables.")
-            }
-            weights = Weights(
-                unflatten(shapes.params, params), unflatten(shapes.variables, variables)
-            )
-            return Trained(task, weights, found.step)
-    raise ConfigError(f"{folder} has no checkpoint that can be read")

@@ -14,7 +14,7 @@ import jaxtile
 import policies
 from policies import Plan, format_bytes
 
-from .device_memory import memory_of_device
+from ..devices.memory import memory_of_device
 from .step import Step
 
 _SHARE = 0.85  # of the memory: the rest is the allocator's, and other arrays'

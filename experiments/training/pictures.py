@@ -11,6 +11,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from jaxtile import Explanation
@@ -87,14 +89,14 @@ def tile_grid(image: np.ndarray, explained: Explanation, path: pathlib.Path) -> 
     for color, (i, j) in (("C1", (rows // 2, columns // 2)), ("C3", (0, 0))):
         top, bottom = edges[0][i], edges[0][i + 1]
         left, right = edges[1][j], edges[1][j + 1]
-        axis.add_patch(_box(left, top, right, bottom, color, "-"))
+        axis.add_patch(_box((left, top, right, bottom), color, "-"))
         outer = (
             max(0, left - halo[1][0]),
             max(0, top - halo[0][0]),
             min(size[1], right + halo[1][1]),
             min(size[0], bottom + halo[0][1]),
         )
-        axis.add_patch(_box(*outer, color, "--"))
+        axis.add_patch(_box(outer, color, "--"))
     sides = " and ".join(f"{a}+{b}" for a, b in halo)
     axis.set_title(
         f"{rows} x {columns} tiles (solid) and what they read (dashed); halo {sides} pixels"
@@ -103,13 +105,13 @@ def tile_grid(image: np.ndarray, explained: Explanation, path: pathlib.Path) -> 
     return True
 
 
-def _box(left, top, right, bottom, color: str, style: str) -> Rectangle:
-    return Rectangle(
-        (left, top), right - left, bottom - top, fill=False, ec=color, ls=style, lw=1.8
-    )
+def _box(edges: tuple[float, float, float, float], color: str, style: str) -> Rectangle:
+    left, top, right, bottom = edges
+    size = right - left, bottom - top
+    return Rectangle((left, top), *size, fill=False, ec=color, ls=style, lw=1.8)
 
 
-def _show(axis, image: np.ndarray, **options: Any) -> None:
+def _show(axis: Axes, image: np.ndarray, **options: Any) -> None:
     image = _thinned(image)
     if image.shape[-1] == 1:
         axis.imshow(image[..., 0], cmap="gray", vmin=0, vmax=255, **options)
@@ -122,6 +124,6 @@ def _thinned(image: np.ndarray) -> np.ndarray:
     return image[::step, ::step]
 
 
-def _save(figure, path: pathlib.Path) -> None:
+def _save(figure: Figure, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=110)
     plt.close(figure)

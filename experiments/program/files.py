@@ -1,0 +1,63 @@
+"""Files of a program: one writer to a folder; written whole or not at all; named in errors."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+from collections.abc import Iterator
+
+from .config import ConfigError
+
+
+class Lock:
+    """A folder that one process writes to, until `close`, or until that process ends."""
+
+    def __init__(self, path: str | os.PathLike, name: str = "lock"):
+        self.folder = pathlib.Path(path)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.folder / name, "a+")  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(f"cannot write to the workdir {self.folder}: {error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
+            raise ConfigError(
+                f"another run (process {owner}) is writing to {self.folder}: wait for it, stop it, "
+                "or give another --workdir"
+            ) from error
+        self._file.truncate(0)
+        with naming(self.folder / name):
+            os.write(self._file.fileno(), str(os.getpid()).encode())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextlib.contextmanager
+def naming(file: pathlib.Path) -> Iterator[None]:
+    """A context in which errors of the system name the file; those of writing would not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+def write_atomically(file: pathlib.Path, text: str) -> None:
+    """Either the old file or the new one is there, at any moment."""
+    temporary = file.with_name(file.name + ".new")
+    try:
+        with naming(file), open(temporary, "w") as handle:
+            handle.write(text)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

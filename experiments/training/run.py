@@ -1,0 +1,120 @@
+"""A run: what it is made of, and how far it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from .. import data
+from ..devices.hosts import Devices
+from ..program.config import ConfigError
+from .evaluation import Evaluation
+from .out_of_memory import OutOfMemory, Stopped
+from .saved import Saved
+from .setup import Refusal, examined_data
+from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
+from .task import Task
+from .workdir import Workdir
+
+
+class Run:
+    """A run in its folder: made, compiled, then taken up where it stopped.
+
+    Attributes:
+      done: steps so far.
+      state: after them.
+      record: what is saved beside the state, the best evaluation so far.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: Workdir, devices: Devices):
+        self.config, self.workdir, self.devices = config, workdir, devices
+        self.task = Task(config)
+        self.train_set, self.eval_set = examined_data(self.task, workdir.path, devices)
+        optimiser, self.learning_rate = make_optimiser(config)
+        shapes = batch_shapes(self.train_set, config.train.batch_size)
+        self.step = Step(self.task, optimiser, shapes, devices)
+        self.saved = Saved(workdir.path, config.checkpoint.keep, devices)
+        self.done, self.state, self.record = self.saved.restore(self.step)
+        self.total = config.train.steps
+        if self.done > self.total:
+            raise ConfigError(
+                f"`train.steps` (={self.total}) is less than the {self.done} steps done already"
+            )
+
+    def compile(self) -> None:
+        """Choose the policy, and compile a step and an evaluation."""
+        with Refusal(), OutOfMemory(self.step):
+            plan = self.workdir.path / "plan.json"
+            self.policy = choose_policy(self.step, self.config.policy, plan)
+            self.program = Program(self.step, self.policy)
+            self.evaluation = Evaluation(self.step, self.eval_set, self.program.bytes)
+        seconds = self.program.compile_seconds + self.evaluation.compile_seconds
+        print(
+            f"compiled in {seconds:.0f} s: a step needs {self.program.bytes_text()}, policy "
+            f"{self.config.policy}\nevaluation of {self.evaluation.text}",
+            flush=True,
+        )
+
+    def take_up(self) -> None:
+        """Place the state on the devices, and bring the folder to where the state is."""
+        self.state = self.devices.everywhere(self.state)
+        self.workdir.adopt(self.config)
+        every = self.config.eval.every
+        evaluated = self.workdir.rewind(
+            self.done, range(every, self.done + 1, every) if every else ()
+        )
+        self.saved.forget_best_after(self.done)
+        lost = self.done == self.total and self.done not in evaluated
+        if self.devices.from_first(np.array(lost)):
+            self.evaluate()  # the summary is about it
+
+    def compute(self, batch: data.Batch) -> dict[str, float]:
+        """One step of the state; its numbers, which have arrived when this returns."""
+        placed = map(self.devices.placed, (batch.images, batch.labels))
+        self.state, values = self.program.step(self.state, *placed)
+        return {name: float(values[name]) for name in ("finite", "loss", "gradient_norm")}
+
+    def accept(self, values: dict[str, float], batch: data.Batch) -> dict[str, Any]:
+        """Count the step, and write its line of metrics. One that is not finite ends the run."""
+        if not values["finite"]:
+            self.save()
+            raise Stopped(_not_finite(self.done, values, batch, self.saved.folder))
+        self.done += 1
+        line = {
+            "step": self.done,
+            "loss": values["loss"],
+            "gradient_norm": values["gradient_norm"],
+            "learning_rate": float(self.learning_rate(self.done - 1)),
+        }
+        self.workdir.write(line)
+        return line
+
+    def evaluate(self) -> dict[str, Any]:
+        """Metrics over the held-out images; the weights are kept if they are the best so far."""
+        result = {"step": self.done, "split": "eval", **self.evaluation(self.state.weights)}
+        self.workdir.write(result)
+        quality, best = result[self.task.quality], self.record["best"]
+        if quality is not None and (best is None or quality > best["quality"]):
+            self.record["best"] = {"step": self.done, "quality": quality}
+            self.saved.save_best(self.done, self.state, self.record)
+        return result
+
+    def save(self) -> None:
+        """A checkpoint, after the metrics that lead to it are on the disk."""
+        self.workdir.sync()
+        self.saved.save(self.done, self.state, self.record)
+
+    def is_due(self, every: int) -> bool:
+        """Of what is done every so many steps, and after the last one; 0: only then."""
+        return self.done == self.total or bool(every and self.done % every == 0)
+
+
+def _not_finite(done: int, values: dict[str, float], batch: data.Batch, folder: Any) -> str:
+    return (
+        f"step {done + 1} is not finite: the loss is {values['loss']}, the norm of the gradients "
+        f"{values['gradient_norm']}, and the batch was {', '.join(batch.names)}. The weights from "
+        f"before are saved in {folder / str(done)}. A lower train.learning_rate, more "
+        "train.warmup_steps, a smaller train.clip_norm or dtype float32 may help"
+    )

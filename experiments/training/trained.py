@@ -1,0 +1,68 @@
+"""A trained model, read back from the folder of its run."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from ..program.config import ConfigError
+from .checkpoints import CheckpointError, Checkpoints, Restored, unflatten
+from .task import Task, Weights
+from .workdir import read_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained model, as it was at its best."""
+
+    task: Task
+    weights: Weights
+    step: int
+
+    @property
+    def config(self) -> ConfigDict:
+        return self.task.config
+
+
+def load_trained(workdir: str | pathlib.Path) -> Trained:
+    """The best weights of a run, or its last ones if it never was evaluated."""
+    folder = pathlib.Path(workdir)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not the folder of a training run")
+    try:
+        task = Task(ConfigDict(read_config(folder)))
+    except (AttributeError, KeyError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is damaged: {error}") from error
+    for name in ("best", "checkpoints"):
+        try:
+            found = Checkpoints(folder / name, keep=1, read_only=True).restore()
+        except CheckpointError as error:
+            print(f"warning: {error}", flush=True)
+            continue
+        if found is None:
+            continue
+        if name == "checkpoints" and found.record.get("best"):
+            print(
+                f"warning: {folder / 'best'} lacks the best weights, of step "
+                f"{found.record['best']['step']}: these are the last, of step {found.step}",
+                flush=True,
+            )
+        return Trained(task, _weights(task, found), found.step)
+    raise ConfigError(f"{folder} has no checkpoint that can be read")
+
+
+def _weights(task: Task, found: Restored) -> Weights:
+    """Those to evaluate: the moving average, if there is one."""
+
+    def within(name: str) -> dict[str, np.ndarray]:
+        return {k.removeprefix(name): v for k, v in found.arrays.items() if k.startswith(name)}
+
+    shapes = jax.eval_shape(task.weights)
+    params = within("ema.") or within("params.")
+    return Weights(
+        unflatten(shapes.params, params), unflatten(shapes.variables, within("variables."))
+    )
