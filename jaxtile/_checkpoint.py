@@ -12,8 +12,8 @@ from ._errors import TilingError, check_callable
 from ._explain import Explanation, report
 from ._graph.build import Policy
 from ._plan.planner import Budget
+from ._regions.grid import Tiles
 from ._regions.regions import Schedule
-from ._regions.targets import WHOLE, Tiles
 from ._schedule import Options, scheduled, tiled
 from .policy import GraphPolicy
 
@@ -22,7 +22,7 @@ def checkpoint(
     fun: Callable[..., Any],
     *,
     in_axes: Any,
-    tiles: Tiles = WHOLE,
+    tiles: Tiles = "whole",
     policy: Policy | GraphPolicy | str | None = None,
     budget: int | str | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -93,7 +93,7 @@ def checkpoint(
     tiled function is not defined; `grad`, `vjp` and `vmap` are.
     """
     check_callable(fun)
-    options = Options(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
     return Tiled(
         fun, tiled(fun, options), lambda args, kwargs: scheduled(fun, args, kwargs, options)[0]
     )

@@ -21,11 +21,12 @@ from ._explanation import ArrayUse, Exchanged, Explanation, RegionReport, WholeR
 from ._geometry import Window, partition
 from ._graph.build import Policy
 from ._graph.values import Node, Value
-from ._graph.work import MOVEMENT, flops, fused, whole_flops
+from ._graph.work import flops, fused, whole_flops
+from ._regions.grid import Tiles
 from ._regions.regions import Region, Schedule
-from ._regions.targets import WHOLE, Target, Tiles
+from ._regions.targets import Target
 from ._regions.tile import Instruction
-from ._rules import Windows
+from ._rules import Windows, traits
 from ._schedule import Options, scheduled
 from .policy import GraphPolicy
 
@@ -34,7 +35,7 @@ def explain(
     fun: Callable[..., Any],
     *args: Any,
     in_axes: Any,
-    tiles: Tiles = WHOLE,
+    tiles: Tiles = "whole",
     policy: Policy | GraphPolicy | str | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
@@ -54,7 +55,7 @@ def explain(
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
     """
-    options = Options(in_axes, tiles, policy, mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, policy, mesh, mesh_axes)
     return report(scheduled(fun, args, kwargs, options)[0])
 
 
@@ -99,10 +100,10 @@ def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
             if t.reduction
         }
         work = {n: flops * region.tiles for n, flops in tile.items()}
-    again = _needed_again(region) if region.grid is not None else ()
+    again = _needed_again(region) if region.grid.recomputed else ()
     return RegionReport(
         index=region.index,
-        grid=tuple(region.grid.values()) if isinstance(region.grid, dict) else region.grid,
+        grid=region.grid.spec(sorted(region.targets[0].axes)),
         tiles=region.tiles,
         ops=dict(Counter(n.equation.primitive.name for n in nodes)),
         reads=tuple(_read(v, region) for v in region.inputs),
@@ -124,7 +125,7 @@ def _exchanged(region: Region) -> Exchanged:
     sent = _sums(region)
     for value in region.inputs:
         exchange, itemsize = region.exchange(value), value.aval.dtype.itemsize
-        again = region.grid is not None
+        again = region.grid.recomputed
         back = value.array.node is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact)
         forward, forward_messages = exchange.sent(1, 0)
         backward, backward_messages = exchange.sent(again, back)
@@ -145,7 +146,7 @@ def _sums(region: Region) -> Counter[str]:
     devices = region.devices
     assert devices is not None
     depth: dict[Value, int] = {}
-    again, kept = _needed_again(region), region.grid is None
+    again, kept = _needed_again(region), not region.grid.recomputed
     forward = recomputed = 0
 
     def across(node: Node) -> bool:
@@ -175,20 +176,17 @@ def _needed_again(region: Region) -> set[Node]:
     for target in region.targets:
         if (
             target.reduction is not None
-            and target.reduction.equation.primitive.name != "reduce_sum"
+            and traits(target.reduction.equation.primitive).linear != "sum"
         ):
             needed.update(v.array for v in target.operands)
     for node in reversed(region.nodes):
-        name = node.equation.primitive.name
-        if name in _OWN_RESULT or any(v in needed for v in node.outputs):
+        known = traits(node.equation.primitive)
+        if known.reads_result or any(v in needed for v in node.outputs):
             again.add(node)
-        if node in again or name not in _LINEAR:
+        linear = known.linear == "sum" or known.kind in ("movement", "random")
+        if node in again or not linear:
             needed.update(v.array for v in node.inputs)
     return again
-
-
-_LINEAR = MOVEMENT | {"add", "add_any", "sub", "neg", "reduce_sum", "reduce_window_sum"}
-_OWN_RESULT = frozenset(["tanh", "exp", "logistic", "sqrt", "rsqrt", "cbrt", "max", "min"])
 
 
 def _in_tile(item: Instruction, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from ._amounts import format_bytes
-from ._regions.targets import Grid
+from ._regions.grid import GridSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RegionReport:
     """One region: one loop over `tiles` tiles, run once forwards and once backwards."""
 
     index: int
-    grid: Grid
+    grid: GridSpec
     """On a mesh, that of each device."""
     tiles: int
     """On all devices together."""
@@ -173,7 +173,7 @@ def _region_lines(region: RegionReport) -> Iterator[str]:
         )
 
 
-def _grid(grid: Grid) -> str:
+def _grid(grid: GridSpec) -> str:
     if not isinstance(grid, tuple):
         return "untiled" if grid is None else "untiled, recomputed"
     return " x ".join(map(str, grid)) + " tiles"

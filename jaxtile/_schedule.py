@@ -14,8 +14,8 @@ from ._errors import TilingError
 from ._graph.build import Policy, build
 from ._graph.trace import Traced, inside, trace
 from ._mesh.devices import Devices, automatic, devices_of
+from ._regions.grid import GridSpec, Tiles
 from ._regions.regions import Schedule, schedule
-from ._regions.targets import WHOLE, Grid, Tiles
 from ._run.execute import execute
 from .policy import GraphPolicy, resolve
 from .policy._outline import apply, outlined
@@ -26,19 +26,29 @@ class Options:
     """How a function is to be tiled: the keywords of `jaxtile.checkpoint`."""
 
     in_axes: Any
-    tiles: Tiles = WHOLE
-    policy: Policy | GraphPolicy | str | None = None
+    tiles: Tiles = "whole"
+    policy: Policy | GraphPolicy | None = None
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
     mesh_axes: Sequence[str | None] | None = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.policy, str):
-            object.__setattr__(self, "policy", resolve(self.policy))
-        if not (self.policy is None or callable(self.policy) or hasattr(self.policy, "choose")):
+    @classmethod
+    def of(
+        cls,
+        in_axes: Any,
+        tiles: Tiles = "whole",
+        policy: Policy | GraphPolicy | str | None = None,
+        mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+        mesh_axes: Sequence[str | None] | None = None,
+    ) -> Options:
+        """As the user says them: a policy may be a name."""
+        if isinstance(policy, str):
+            policy = resolve(policy)
+        if not (policy is None or callable(policy) or isinstance(policy, GraphPolicy)):
             raise TilingError(
-                f"`policy` (={self.policy!r}) must be the name of a policy, a function of "
+                f"`policy` (={policy!r}) must be the name of a policy, a function of "
                 "`jax.checkpoint_policies`, or an object with a method `choose`"
             )
+        return cls(in_axes, tiles, policy, mesh, mesh_axes)
 
 
 def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
@@ -53,7 +63,8 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
 
         def run_flat(*leaves: Any) -> tuple[list[jax.Array], list[Any]]:
             nonlocal out_tree
-            plan, traced = scheduled(fun, *jax.tree.unflatten(tree, leaves), options)
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            plan, traced = scheduled(fun, args, kwargs, options)
             out_tree = traced.out_tree
             return execute(plan, traced.arguments), plan.specs
 
@@ -73,23 +84,24 @@ def scheduled(
     traced = trace(fun, args, kwargs, options.in_axes)
     policy, tiles = options.policy, options.tiles
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
-    if not hasattr(policy, "choose"):
+    if not isinstance(policy, GraphPolicy):
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
-        return schedule(graph, tiles, traced.rank, devices), traced
+        return schedule(graph, graph.stored, tiles, traced.rank, devices), traced
     view, values, graph = outlined(traced)
-    grids = apply(policy.choose(view), values)
+    stored, chosen = apply(policy.choose(view), values)
     if isinstance(tiles, Mapping):
         raise TilingError(
             f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "
             "to everything that the policy recomputes whole"
         )
-    grids = {
-        key: tiles if grid == WHOLE else _per_device(grid, devices) for key, grid in grids.items()
+    grids: Tiles = {
+        key: tiles if grid == "whole" else _per_device(grid, devices)
+        for key, grid in chosen.items()
     }
-    return schedule(graph, grids, traced.rank, devices), traced
+    return schedule(graph, {**graph.stored, **stored}, grids, traced.rank, devices), traced
 
 
-def _per_device(grid: Grid, devices: Devices | None) -> Grid:
+def _per_device(grid: GridSpec, devices: Devices | None) -> GridSpec:
     """A policy chooses tiles for whole arrays; on a mesh, tiles stay as large as it wants them."""
     if devices is None or not isinstance(grid, tuple):
         return grid

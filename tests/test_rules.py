@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.extend.core import Primitive
 
+import jaxtile
 from jaxtile import _rules as rules
 
 from .support import assert_same, conv, max_pool, normal
@@ -386,3 +387,25 @@ def test_every_rule_is_that_of_a_primitive():
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax")]
     primitives = {v.name for m in modules for v in vars(m).values() if isinstance(v, Primitive)}
     assert set(rules.names()) - primitives <= only_in_newer_versions
+
+
+def placed(x, w):
+    """Barriers, copies and constraints between convolutions."""
+    device = jax.devices()[0]
+    y, half = lax.optimization_barrier((conv(x, w), jnp.float64(0.5)))
+    y, same = jax.device_put((y, jnp.tanh(y)))
+    z = jax.device_put(jnp.tanh(y * half), device)
+    z = lax.with_sharding_constraint(z, jax.sharding.SingleDeviceSharding(device))
+    return jnp.sum(conv(z, w) * same)
+
+
+def test_placement_keeps_its_meaning():
+    x, w = normal(0, 1, 9, 8, 3), normal(1, 3, 3, 3, 3)
+    assert_same(placed, x, w, in_axes=((1, 2), None), tiles=(3, 2))
+    tiled = jaxtile.checkpoint(placed, in_axes=((1, 2), None), tiles=(3, 2))
+    whole = [(found.op, found.reason) for found in tiled.explain(x, w).whole]
+    reason = "it says where the whole array is to lie"
+    assert whole == [("device_put", reason), ("sharding_constraint", reason)]
+    text = str(jax.make_jaxpr(tiled)(x, w))
+    assert text.count("optimization_barrier") == 3  # in two regions, and for the number
+    assert text.count("sharding_constraint") == 1

@@ -39,9 +39,6 @@ from .call_tile import CallTile, along, following, refusal
 from .guard import guarded
 from .linear import is_linear
 
-_SUMS = ("reduce_sum", "dot_general")
-"""How a backward rule may add up positions to make the cotangent of an untiled operand."""
-
 
 class ClosureError(TilingError):
     """A rule closes over a traced array: it can be run neither in tiles nor whole."""
@@ -272,7 +269,7 @@ def _sums_last(graph: Graph) -> bool:
     summed: set[Value] = set()
     for node in graph.nodes:
         after = any(v.array in summed for v in node.inputs)
-        if node.reduction is not None and (node.equation.primitive.name not in _SUMS or after):
+        if node.reduction is not None and (not node.reduction.adds or after):
             return False
         if node.reduction is None and node.tiled and after:
             return False

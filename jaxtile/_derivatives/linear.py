@@ -13,8 +13,8 @@ Every value of the jaxpr is one of four kinds, found by walking the equations on
 * *other*: nothing is known.
 
 A result that is rounded to fewer bits than the arguments and results have is *other*: shares that
-are rounded apart do not add up to what is rounded once. An equation without an entry below makes
-*other* of whatever is not fixed, so a missing entry costs memory, never exactness.
+are rounded apart do not add up to what is rounded once. A primitive without the trait
+`linear` makes *other* of whatever is not fixed, so a missing trait costs memory, not exactness.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ import numpy as np
 from jax.extend.core import Literal
 
 from .._graph.inline import any_call
+from .._rules import traits
+from .._rules.registry import Linear
 
 
 class Kind(enum.Enum):
@@ -36,22 +38,6 @@ class Kind(enum.Enum):
     ZERO = "zero"
     LINEAR = "linear"
     OTHER = "other"
-
-
-_SUMS = frozenset(
-    """
-    add add_any sub neg copy name reshape broadcast_in_dim transpose squeeze slice split rev
-    reduce_sum concatenate pad real imag conj complex convert_element_type cumsum reduce_window_sum
-    optimization_barrier stack unstack tile reduce_precision
-    """.split()
-)
-"""Linear in all operands together."""
-
-_PRODUCTS = frozenset(["mul", "dot_general", "conv_general_dilated"])
-"""Linear in one operand while the other is fixed."""
-
-_FIRST = frozenset(["div", "dynamic_slice", "gather"])
-"""Linear in the first operand while the others are fixed."""
 
 
 _HELD = frozenset([Kind.FIXED, Kind.ZERO])
@@ -92,7 +78,7 @@ def _walk(closed: Any, kinds: Sequence[Kind], least: tuple[int, int]) -> list[Ki
         if called is not None:
             found = _walk(called, operands, least)
         else:
-            kind = _kind(eqn.primitive.name, operands)
+            kind = _kind(traits(eqn.primitive).linear, operands)
             if kind is Kind.LINEAR and _rounds(eqn, least):
                 kind = Kind.OTHER
             found = [kind] * len(eqn.outvars)
@@ -100,20 +86,24 @@ def _walk(closed: Any, kinds: Sequence[Kind], least: tuple[int, int]) -> list[Ki
     return [read(v) for v in jaxpr.outvars]
 
 
-def _kind(primitive: str, operands: Sequence[Kind]) -> Kind:
+def _kind(linear: Linear | None, operands: Sequence[Kind]) -> Kind:
+    """The kind of a result, from how its primitive is linear in operands of these kinds."""
     found = set(operands)
     if found <= _HELD:
-        return Kind.ZERO if found == {Kind.ZERO} and primitive in _SUMS else Kind.FIXED
+        return Kind.ZERO if found == {Kind.ZERO} and linear == "sum" else Kind.FIXED
     first, *rest = operands
-    if primitive == "select_n":
-        linear = first in _HELD and _adds_up(rest)
-    elif primitive in _SUMS:
-        linear = _adds_up(operands)
-    elif primitive in _PRODUCTS:
-        linear = sum(kind not in _HELD for kind in operands) == 1 and Kind.LINEAR in found
-    else:
-        linear = primitive in _FIRST and first is Kind.LINEAR and _HELD.issuperset(rest)
-    return Kind.LINEAR if linear else Kind.OTHER
+    match linear:
+        case "sum":
+            proved = _adds_up(operands)
+        case "product":
+            proved = sum(kind not in _HELD for kind in operands) == 1 and Kind.LINEAR in found
+        case "first":
+            proved = first is Kind.LINEAR and _HELD.issuperset(rest)
+        case "cases":
+            proved = first in _HELD and _adds_up(rest)
+        case _:
+            proved = False
+    return Kind.LINEAR if proved else Kind.OTHER
 
 
 def _adds_up(operands: Sequence[Kind]) -> bool:

@@ -10,21 +10,19 @@ random bits, a cast of those), otherwise computed whole, once, and read by windo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
+from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import reshape_p
 
 from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
 from .inline import plain_call
-from .values import Graph, Node, Value, constant
-
-_IDENTITIES = ("optimization_barrier", "sharding_constraint", "device_put")
+from .values import Graph, Node, Value, constant, is_held
 
 SAVE, OFFLOAD, RECOMPUTE = "save", "offload", "recompute"
 
@@ -54,8 +52,8 @@ def build(
     ]
     outputs = builder.walk(jaxpr, _known(consts), arguments)
     for value in outputs:
-        value.array.stored = value.array.is_output = True
-    return Graph(arguments, outputs, builder.nodes)
+        builder.stored.setdefault(value.array, "device")
+    return Graph(arguments, outputs, builder.nodes, builder.stored)
 
 
 def build_inside(
@@ -88,6 +86,7 @@ class _Builder:
         self.inside = inside
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
+        self.stored: dict[Value, Literal["device", "host"]] = {}
         self._promoted: dict[tuple[Value, Axes], Value] = {}
 
     def walk(
@@ -97,7 +96,7 @@ class _Builder:
         env.update(zip(jaxpr.invars, arguments, strict=True))
 
         def read(var: Any) -> Value:
-            if isinstance(var, Literal):
+            if isinstance(var, Constant):
                 return Value(var.aval, (None,) * np.ndim(var.val), known=var.val)
             return env[var]
 
@@ -116,10 +115,12 @@ class _Builder:
             )
             self.calls.pop()
             return outputs
-        if name in _IDENTITIES and any(v.tiled for v in inputs):
-            return inputs
-        if name == "scan" and any(v.tiled for v in inputs):
+        tiles = any(v.tiled for v in inputs)
+        rule = rules.find(eqn.primitive)
+        if tiles and name == "scan":
             return self._unroll(eqn, inputs)
+        if tiles and rule is not None and rule.apart and len(inputs) > 1:
+            return self._apart(eqn, rule, inputs)
         equation = Equation(
             primitive=eqn.primitive,
             params=eqn.params,
@@ -131,14 +132,13 @@ class _Builder:
             effects=eqn.effects,
             inside=self.inside,
         )
-        if not any(v.tiled for v in inputs):
+        if not tiles:
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
-        if name == "name" and inputs[0].available:
+        if name == "name" and is_held(inputs[0], self.stored):
             # A name for an array that is held anyway stores nothing new; if the policy saves it, it
             # may be mixed freely.
             self._store(inputs[0].array, self._decision(eqn))
             return inputs
-        rule = rules.find(eqn.primitive)
         try:
             if rule is None:
                 raise Mixes(f"there is no tiling rule for primitive `{name}`")
@@ -147,8 +147,7 @@ class _Builder:
             inputs = [self.promote(v, axes) for v, axes in zip(given, in_axes, strict=True)]
         except Mixes as refusal:
             if self.store_mixed:
-                for value in inputs:
-                    value.array.stored |= value.tiled
+                self._store_whole([v for v in inputs if v.tiled])
             whole = [self._whole(v) for v in inputs]
             if any(v is None for v in whole):
                 raise refuse(equation, refusal) from None
@@ -169,14 +168,21 @@ class _Builder:
         if reduction is None and not any(v.tiled for v in outputs):
             # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an
             # array that is small.
-            for value in inputs:
-                value.array.stored |= not value.available
+            self._store_whole(inputs)
         return [_without_elements(v) if v.tiled and 0 in v.aval.shape else v for v in outputs]
+
+    def _apart(self, eqn: Any, rule: rules.Rule, inputs: Sequence[Value]) -> list[Value]:
+        """One equation for each operand."""
+        outputs: list[Value] = []
+        for i, (value, read, made) in enumerate(zip(inputs, eqn.invars, eqn.outvars, strict=True)):
+            params = rule.alone(eqn.params, i)
+            alone = eqn.replace(invars=[read], outvars=[made], params=params)
+            outputs += self._equation(alone, [value])
+        return outputs
 
     def _run_whole(self, equation: Equation, inputs: Sequence[Value], reason: str) -> list[Value]:
         """An equation that runs once, on whole arrays, and whose results are read by window."""
-        for value in inputs:
-            value.array.stored |= not value.available
+        self._store_whole(inputs)
         whole = [self._view(v, untiled(v.aval)) if v.tiled else v for v in inputs]
         untiled_equation = dataclasses.replace(
             equation, in_axes=tuple(v.axes for v in whole), constant=_constants(whole)
@@ -222,11 +228,15 @@ class _Builder:
             type(decision).__name__, RECOMPUTE
         )
 
-    @staticmethod
-    def _store(value: Value, decision: str) -> None:
-        if value.tiled and 0 not in value.aval.shape:
-            value.stored |= decision is not RECOMPUTE
-            value.offloaded |= decision is OFFLOAD
+    def _store(self, value: Value, decision: str) -> None:
+        if value.tiled and 0 not in value.aval.shape and decision is not RECOMPUTE:
+            self.stored[value] = "host" if decision is OFFLOAD else "device"
+
+    def _store_whole(self, values: Iterable[Value]) -> None:
+        """What must exist as whole arrays."""
+        for value in values:
+            if not is_held(value, self.stored):
+                self.stored[value.array] = "device"
 
     def promote(self, value: Value, axes: Axes) -> Value:
         """The same value, carrying more axes.
@@ -255,7 +265,7 @@ class _Builder:
             node is not None
             and node.reduction is None
             and len({v.aval.shape for v in node.outputs}) == 1
-            and not value.stored
+            and value not in self.stored
         ):
             rule = rules.find(node.equation.primitive)
             in_axes = rule.promote(node.equation, axes) if rule is not None else None
@@ -271,7 +281,7 @@ class _Builder:
                     ((v, axes), promoted) for v, promoted in zip(node.outputs, outputs, strict=True)
                 )
                 return outputs[node.outputs.index(value)]
-        if not value.available:
+        if not is_held(value, self.stored):
             raise Mixes(
                 f"an array {describe(value.aval, value.axes)} is needed along a further tiled axis",
                 "name it with `checkpoint_name` and save that name in `policy`",
@@ -286,7 +296,7 @@ class _Builder:
         """
         if not value.tiled:
             return value
-        if value.array.stored or not value.array.tiled:
+        if value.array in self.stored or not value.array.tiled:
             return self._view(value, untiled(value.aval))
         node = value.node
         if node is None or node.reduction is not None or len(node.outputs) != 1:
@@ -319,7 +329,7 @@ class _Builder:
         )
         if not any(a is not None for a in axes):
             # The equation runs once, on an array that is small.
-            value.array.stored |= not value.available
+            self._store_whole([value])
         return self._add(equation, [value], [axes], None)[0]
 
     @staticmethod
@@ -367,12 +377,12 @@ class _Builder:
 
 def _live(jaxpr: Any) -> list[Any]:
     """The equations that an output depends on, or that have an effect."""
-    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Constant)}
     live = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(v in needed for v in eqn.outvars):
             live.append(eqn)
-            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+            needed.update(v for v in eqn.invars if not isinstance(v, Constant))
     return live[::-1]
 
 

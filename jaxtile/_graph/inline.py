@@ -19,6 +19,18 @@ _OBJECT = "call_hi_primitive"
 """One primitive for calls that are Python objects: JAX's newer `remat` and `custom_vjp`."""
 
 
+def bodies(eqn: Any) -> list[Any]:
+    """The jaxprs that a loop or a branch runs: of a `cond`, one of them; of anything else, none."""
+    match eqn.primitive.name:
+        case "scan":
+            return [eqn.params["jaxpr"]]
+        case "while":
+            return [eqn.params["body_jaxpr"], eqn.params["cond_jaxpr"]]
+        case "cond":
+            return list(eqn.params["branches"])
+    return []
+
+
 def plain_call(eqn: Any) -> Any | None:
     """The jaxpr that a plain call stands for; None: it is no such call."""
     name = eqn.primitive.name

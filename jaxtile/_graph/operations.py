@@ -18,12 +18,12 @@ from typing import Any
 import jax
 
 from .._errors import check_callable
-from .._rules import untiled
+from .._rules import traits, untiled
 from .build import build
 from .inline import any_call
 from .trace import argument_names, inside
 from .values import Graph, Node, Value
-from .work import MOVEMENT, fused, whole_flops, whole_macs
+from .work import fused, whole_flops, whole_macs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,22 +203,15 @@ def _labels(ends: Iterable[Node]) -> dict[Node, str]:
     return labels
 
 
-_KINDS = {
-    "convolution": ("conv_general_dilated",),
-    "contraction": ("dot_general",),
-    "max_pool": ("reduce_window_max",),
-    "window": ("reduce_window_sum", "reduce_window_min", "reduce_window", "cumsum"),
-    "random": ("random_bits", "threefry2x32"),
-    "reduction": ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"),
-}
+_KINDS = ("convolution", "contraction", "max_pool", "window", "random", "reduction")
 
 
 def _kind(nodes: Iterable[Node]) -> str:
-    primitives = {n.equation.primitive.name for n in nodes}
-    for kind, found in _KINDS.items():
-        if not primitives.isdisjoint(found):
+    kinds = {traits(n.equation.primitive).kind for n in nodes}
+    for kind in _KINDS:
+        if kind in kinds:
             return kind
-    return "movement" if primitives <= MOVEMENT else "elementwise"
+    return "movement" if kinds == {"movement"} else "elementwise"
 
 
 def _literal(value: Value) -> bool:

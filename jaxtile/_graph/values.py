@@ -1,14 +1,15 @@
 """The graph's parts: arrays that know which of their dimensions are tiled, and equations.
 
 Three kinds of values are kept apart. *Tiled*: some dimension carries a tiled axis. *Global*: none
-does. *Available*: held as a whole array, because it is an argument, a constant, stored by the
-policy, an output, global, or a reduction's result.
+does. *Held*: there is a whole array of it, because it is an argument, a constant, stored, global,
+or a reduction's result. What is stored is not the graph's to know: it is a map beside it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -31,10 +32,6 @@ class Value:
     node: Node | None = None
     base: Value | None = None
     known: Any = None
-    stored: bool = False
-    offloaded: bool = False
-    """Stored in host memory, from the forward to the backward pass."""
-    is_output: bool = False
     name: str | None = None
     """Given by the user with `checkpoint_name`; for an argument, what the function calls it."""
 
@@ -50,16 +47,6 @@ class Value:
     def array(self) -> Value:
         """The value whose whole array this one is, or is a view of."""
         return self if self.base is None else self.base
-
-    @property
-    def available(self) -> bool:
-        value = self.array
-        return (
-            not value.tiled
-            or value.stored
-            or value.node is None
-            or value.node.reduction is not None
-        )
 
     @property
     def concrete(self) -> bool:
@@ -97,11 +84,23 @@ class Node:
         return found
 
 
-@dataclasses.dataclass(eq=False)
+Storage = Mapping[Value, Literal["device", "host"]]
+"""The values that are stored as whole arrays, and where they wait for the backward pass."""
+
+
+def is_held(value: Value, stored: Storage) -> bool:
+    value = value.array
+    computed = value.tiled and value.node is not None and value.node.reduction is None
+    return not computed or value in stored
+
+
+@dataclasses.dataclass(frozen=True)
 class Graph:
     inputs: list[Value]
     outputs: list[Value]
     nodes: list[Node]
+    stored: Storage = dataclasses.field(default_factory=dict)
+    """Outputs, what the policy stores, and operands of what cannot run in tiles."""
 
 
 def constant(value: Value) -> np.ndarray | None:

@@ -18,40 +18,24 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._rules import Equation, find
-from .._rules.elementwise import Elementwise
+from .._rules import Equation, traits
 from .build import build
-from .inline import any_call
+from .inline import any_call, bodies
 from .values import Node, Value
 
 Shape = Sequence[int]
 
-MOVEMENT = frozenset(
-    """
-    broadcast_in_dim transpose squeeze slice split dynamic_slice dynamic_update_slice rev
-    concatenate stack unstack tile pad reshape iota gather name copy stop_gradient
-    convert_element_type bitcast_convert_type random_bits random_wrap random_unwrap threefry2x32
-    """.split()
-)
-_OVER_INPUT = frozenset(
-    """
-    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax
-    argmin cumsum cumprod cummax cummin cumlogsumexp sort top_k
-    """.split()
-)
-_TRANSPARENT = frozenset(["convert_element_type", "stop_gradient", "copy"])
-
 
 def multiply_adds(eqn: Equation, in_shapes: Sequence[Shape], out_shapes: Sequence[Shape]) -> int:
     """Multiply-adds of convolutions and contractions; 0 of anything else."""
-    name = eqn.primitive.name
-    if name in _CONTROL:
-        return _inner(eqn, lambda node, _: whole_macs(node))
-    if name == "conv_general_dilated":
+    if bodies(eqn):
+        return _inside(eqn, lambda node, _: whole_macs(node))
+    kind = traits(eqn.primitive).kind
+    if kind == "convolution":
         kernel = [eqn.in_avals[1].shape[d] for d in eqn.params["dimension_numbers"].rhs_spec]
         inserted = math.prod(eqn.params["lhs_dilation"])
         return math.prod(out_shapes[0]) * math.prod(kernel[1:]) // inserted
-    if name == "dot_general":
+    if kind == "contraction":
         contracted, _ = eqn.params["dimension_numbers"]
         return math.prod(out_shapes[0]) * math.prod(in_shapes[0][d] for d in contracted[0])
     return 0
@@ -67,20 +51,18 @@ def flops(
 
     `per_element`: what `fused` says of the graph that the node is in.
     """
-    eqn, name = node.equation, node.equation.primitive.name
-    if name in _CONTROL:
-        return _inner(eqn, whole_flops)
+    eqn, kind = node.equation, traits(node.equation.primitive).kind
+    if bodies(eqn):
+        return _inside(eqn, whole_flops)
     if node in per_element:
         return per_element[node] * math.prod(out_shapes[0])
-    if not out_shapes or name in MOVEMENT or not _floating(eqn):
+    if not out_shapes or kind in ("movement", "random") or not _floating(eqn):
         return 0
-    if name in ("conv_general_dilated", "dot_general"):
+    if kind in ("convolution", "contraction"):
         return 2 * multiply_adds(eqn, in_shapes, out_shapes)
-    if name.startswith("reduce_window"):
+    if "window_dimensions" in eqn.params:
         return math.prod(out_shapes[0]) * math.prod(eqn.params["window_dimensions"])
-    if name in _OVER_INPUT:
-        return math.prod(in_shapes[0])
-    return math.prod(out_shapes[0])
+    return math.prod(in_shapes[0] if kind in ("reduction", "window") else out_shapes[0])
 
 
 def whole_flops(node: Node, per_element: Mapping[Node, int]) -> int:
@@ -98,14 +80,10 @@ def _whole(node: Node) -> tuple[list[Shape], list[Shape]]:
     return [a.shape for a in eqn.in_avals], [a.shape for a in eqn.out_avals]
 
 
-_CONTROL = frozenset(["scan", "while", "cond"])
-
-
-def _inner(eqn: Equation, count: Callable[[Node, Mapping[Node, int]], int]) -> int:
+def _inside(eqn: Equation, count: Callable[[Node, Mapping[Node, int]], int]) -> int:
     """Work of a loop or a branch: of every iteration of a `scan`; of one of a `while`, whose number
     is not known; of the most expensive branch of a `cond`.
     """
-    params = eqn.params
 
     def body(closed: Any) -> int:
         in_axes = [(None,) * len(v.aval.shape) for v in closed.jaxpr.invars]
@@ -113,13 +91,8 @@ def _inner(eqn: Equation, count: Callable[[Node, Mapping[Node, int]], int]) -> i
         costs = fused(nodes)
         return sum(count(node, costs) for node in nodes)
 
-    match eqn.primitive.name:
-        case "scan":
-            return params["length"] * body(params["jaxpr"])
-        case "while":
-            return body(params["body_jaxpr"]) + body(params["cond_jaxpr"])
-        case _:
-            return max(body(branch) for branch in params["branches"])
+    found = [body(closed) for closed in bodies(eqn)]
+    return max(found) if "branches" in eqn.params else eqn.params.get("length", 1) * sum(found)
 
 
 def fused(nodes: Sequence[Node]) -> dict[Node, int]:
@@ -153,12 +126,8 @@ def fused(nodes: Sequence[Node]) -> dict[Node, int]:
 
 def _elementwise(node: Node) -> bool:
     """Does it work position by position, on floating-point numbers?"""
-    name = node.equation.primitive.name
-    if not isinstance(find(node.equation.primitive), Elementwise):
-        return False
-    if name in MOVEMENT and name not in _TRANSPARENT:
-        return False
-    return _floating(node.equation)
+    known = traits(node.equation.primitive)
+    return (known.kind == "elementwise" or known.free) and _floating(node.equation)
 
 
 def _floating(eqn: Equation) -> bool:
@@ -170,18 +139,17 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def _free(node: Node) -> bool:
-    name = node.equation.primitive.name
-    scaling = name in ("mul", "div") and any(_scalar_constant(v) for v in node.inputs)
-    return scaling or name in _TRANSPARENT or name == "neg"
+    known = traits(node.equation.primitive)
+    scales = known.linear in ("product", "first") and any(map(_scalar_constant, node.inputs))
+    return known.free or scales
 
 
 def _scalar_constant(value: Value) -> bool:
     value = value.array
     if value.known is not None:
         return value.concrete and math.prod(value.aval.shape) == 1
-    node: Any = value.node
-    passes = node is not None and node.equation.primitive.name in (
-        *_TRANSPARENT,
-        "broadcast_in_dim",
-    )
-    return passes and _scalar_constant(node.inputs[0])
+    if value.node is None:
+        return False
+    primitive = value.node.equation.primitive
+    passes = traits(primitive).free or primitive.name == "broadcast_in_dim"
+    return passes and _scalar_constant(value.node.inputs[0])

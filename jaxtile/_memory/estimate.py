@@ -20,19 +20,10 @@ from typing import Any
 import jax
 
 from .._graph.build import build
-from .._graph.inline import any_call
+from .._graph.inline import any_call, bodies
 from .._graph.values import Graph, Node, Value
-from .._graph.work import MOVEMENT
-from .._rules import find, untiled
-from .._rules.elementwise import Elementwise
+from .._rules import traits, untiled
 from .compiled import Bytes
-
-_VIEWS = frozenset(
-    """
-    reshape squeeze name copy stop_gradient optimization_barrier sharding_constraint device_put
-    """.split()
-)
-_BODIES = ("jaxpr", "body_jaxpr", "cond_jaxpr")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,12 +115,12 @@ class _Steps:
 
     def _run(self) -> None:
         for node in self.graph.nodes:
-            name = node.equation.primitive.name
-            self.counts[name] += 1
-            if name in _VIEWS and len(node.inputs) == len(node.outputs):
+            known = traits(node.equation.primitive)
+            self.counts[node.equation.primitive.name] += 1
+            if known.view and len(node.inputs) == len(node.outputs):
                 for value, same in zip(node.outputs, node.inputs, strict=True):
                     self.sources[value] = self._read(same)
-            elif _fuses(node):
+            elif known.fuses:
                 read = frozenset().union(*map(self._read, node.inputs))
                 self.sources.update(dict.fromkeys(node.outputs, read))
             else:
@@ -140,10 +131,10 @@ class _Steps:
 
     def _inside(self, node: Node) -> int:
         """What one iteration of a loop, or the largest branch, holds; its arguments lie outside."""
-        bodies = [_Steps(_graph(body)) for body in _bodies(node)]
-        for body in bodies:
+        inside = [_Steps(_graph(body)) for body in bodies(node.equation)]
+        for body in inside:
             self.counts += body.counts
-        return max((body.peak() for body in bodies), default=0)
+        return max((body.peak() for body in inside), default=0)
 
     def _read(self, value: Value) -> frozenset[Value]:
         value = value.array
@@ -164,17 +155,3 @@ class _Steps:
         scratch = [object()] if extra else []
         self.sizes.update(dict.fromkeys(scratch, extra))
         self.steps.append((list(reads), [*writes, *scratch]))
-
-
-def _fuses(node: Node) -> bool:
-    name = node.equation.primitive.name
-    return name in MOVEMENT or isinstance(find(node.equation.primitive), Elementwise)
-
-
-def _bodies(node: Node) -> list[Any]:
-    params = node.equation.params
-    if node.equation.primitive.name == "cond":
-        return list(params["branches"])
-    if node.equation.primitive.name in ("scan", "while"):
-        return [params[key] for key in _BODIES if key in params]
-    return []

@@ -38,7 +38,7 @@ from typing import Final
 
 import numpy as np
 
-from ..policy import Choice, Choices, Grid, Outline, Part
+from ..policy import Choice, Choices, GridSpec, Outline, Part
 from .costs import Costs
 from .kernels import grids, kernels
 from .stage import Candidate, PlannedStage
@@ -53,7 +53,7 @@ class Stretches:
 
     cuts: tuple[int, ...]
     """Positions: a cut at `c` lies before operation `c`."""
-    modes: tuple[tuple[Grid, bool], ...]
+    modes: tuple[tuple[GridSpec, bool], ...]
     """How a stretch is computed; and whether the last result before it waits in host memory."""
     seconds: np.ndarray
     peak: np.ndarray
@@ -114,7 +114,7 @@ class Model:
 
     def stretches(self) -> Stretches:
         cuts = self.cuts()
-        here: list[Grid] = [KEEP, WHOLE, *self.grids]
+        here: list[GridSpec] = [KEEP, WHOLE, *self.grids]
         modes = [(grid, False) for grid in here]
         if self.offload and self.costs.host_bandwidth:
             modes += [(grid, True) for grid in here[1:]]
@@ -194,7 +194,7 @@ class Model:
                     pending.append(i)
         return sorted(found)
 
-    def _stage(self, own: list[int], again: list[int], grid: Grid) -> tuple[float, float]:
+    def _stage(self, own: list[int], again: list[int], grid: GridSpec) -> tuple[float, float]:
         """Seconds, and bytes beyond what is stored, of one stage of a schedule."""
         cut = own[-1] + 1
         everything = [*again, *own]

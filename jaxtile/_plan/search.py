@@ -28,7 +28,7 @@ from .._amounts import format_bytes
 from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
-from ..policy import Choice, Grid, Outline, names, resolve
+from ..policy import Choice, GridSpec, Outline, names, resolve
 from .costs import Costs, has_host_memory
 from .model import Model, Stretches
 from .plan import Plan
@@ -287,7 +287,7 @@ def _named(model: Model, text: str) -> Candidate:
     return model.estimate(resolve(text).choose(model.outline), text)
 
 
-def _grids(candidate: Candidate) -> list[Grid]:
+def _grids(candidate: Candidate) -> list[GridSpec]:
     return [candidate.rest.grid, *(stage.grid for stage in candidate.stages)]
 
 

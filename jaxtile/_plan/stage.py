@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from ..policy import Choice, Grid
+from ..policy import Choice, GridSpec
 
 
 class PlannedStage(NamedTuple):
@@ -14,7 +14,7 @@ class PlannedStage(NamedTuple):
     first: str
     last: str
     operations: int
-    grid: Grid
+    grid: GridSpec
     stored: tuple[str, ...]
     """Results that are stored because later stages read them."""
     stored_bytes: int

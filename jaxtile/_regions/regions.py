@@ -12,18 +12,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 from jax.sharding import PartitionSpec
 
 from .._errors import TilingError
 from .._geometry import partition
-from .._graph.values import Graph, Node, Value
+from .._graph.values import Graph, Node, Storage, Value
 from .._mesh.collectives import reduction_step
 from .._mesh.devices import Devices
 from .._mesh.halos import Exchange, Halo
 from .._rules import Windows
-from .targets import WHOLE, Target, Targets, Tiles
+from .grid import Grid, Tiles
+from .targets import Target, Targets
 from .tile import TilePlan, plan
 
 
@@ -38,22 +38,29 @@ class Region:
     inputs: list[Value]
     """Tiled values that are read, by window if there is a loop."""
     globals: list[Value]
-    grid: dict[int, int] | Literal["whole"] | None
-    """Tiles per looped axis, on each device; or there is no loop."""
+    grid: Grid
+    """On a mesh, that of each device."""
     plan: TilePlan | None = None
     devices: Devices | None = None
 
     @property
     def tiled(self) -> bool:
-        return isinstance(self.grid, dict)
+        return self.grid.tiles is not None
+
+    @property
+    def loops(self) -> dict[int, int]:
+        """Tiles per looped axis, on each device; none if there is no loop."""
+        if self.grid.tiles is None:
+            return {}
+        return {axis: self.grid.tiles[axis] for axis in sorted(self.targets[0].axes)}
 
     @property
     def split(self) -> dict[int, int]:
         """Tiles per axis, on all devices together. Untiled on a mesh is one tile per device."""
         if self.devices is None:
-            return self.grid if isinstance(self.grid, dict) else {}
-        grid = dict.fromkeys(self.axes, 1) | (self.grid if isinstance(self.grid, dict) else {})
-        return {axis: n * self.devices.count(axis) for axis, n in grid.items()}
+            return self.loops
+        pieces = dict.fromkeys(self.axes, 1) | self.loops
+        return {axis: n * self.devices.count(axis) for axis, n in pieces.items()}
 
     @property
     def axes(self) -> list[int]:
@@ -95,6 +102,7 @@ class Schedule:
     """Global equations and regions, in the order in which they run."""
 
     graph: Graph
+    stored: Storage
     steps: list[Node | Region]
     devices: Devices | None = None
 
@@ -111,9 +119,11 @@ class Schedule:
         return [step for step in self.steps if isinstance(step, Region)]
 
 
-def schedule(graph: Graph, tiles: Tiles, rank: int, devices: Devices | None = None) -> Schedule:
-    """Regions of the graph on the given grids."""
-    targets = Targets(graph, tiles, rank, devices)
+def schedule(
+    graph: Graph, stored: Storage, tiles: Tiles, rank: int, devices: Devices | None = None
+) -> Schedule:
+    """Regions that compute what is stored, on the given grids."""
+    targets = Targets(graph, stored, tiles, rank, devices)
     order = {node: i for i, node in enumerate(graph.nodes)}
     regions = _regions(list(targets), order, devices)
     _check_keys(tiles, regions)
@@ -136,7 +146,7 @@ def schedule(graph: Graph, tiles: Tiles, rank: int, devices: Devices | None = No
             return step.level, 1, step.index
         return max((targets.level(v) for v in step.inputs), default=0), 0, order[step]
 
-    return Schedule(graph, sorted([*steps, *regions], key=when), devices)
+    return Schedule(graph, stored, sorted([*steps, *regions], key=when), devices)
 
 
 def _take_in_reductions(region: Region, order: Mapping[Node, int]) -> None:
@@ -166,7 +176,7 @@ def _regions(
             sorted({n for t in group for n in t.nodes}, key=order.__getitem__),
             list(dict.fromkeys(v for t in group for v in t.inputs)),
             list(dict.fromkeys(v for t in group for v in t.globals)),
-            _region_grid(group),
+            group[0].grid,
             devices=devices,
         )
         for index, group in enumerate(groups)
@@ -175,18 +185,11 @@ def _regions(
 
 def _together(a: Target, b: Target, devices: Devices | None) -> bool:
     """Are these computed by one region?"""
-    whole = a.grid == WHOLE or (a.grid is None and devices is not None)
+    whole = a.grid.tiles is None and (a.grid.recomputed or devices is not None)
     if a.level != b.level or a.grid != b.grid or (not whole and a.axes != b.axes):
         return False
     shared = not a.nodes.keys().isdisjoint(b.nodes) or not a.inputs.keys().isdisjoint(b.inputs)
     return shared or a.rides_on is b.result or b.rides_on is a.result
-
-
-def _region_grid(group: list[Target]) -> dict[int, int] | Literal["whole"] | None:
-    grid = group[0].grid
-    if not isinstance(grid, tuple):
-        return grid
-    return {axis: grid[axis] for axis in sorted(group[0].axes)}
 
 
 def _check_keys(tiles: Tiles, regions: list[Region]) -> None:

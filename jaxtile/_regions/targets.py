@@ -15,29 +15,12 @@ A target's level is the longest chain of targets before it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from numbers import Integral
-from types import EllipsisType
-from typing import Literal
-
-import numpy as np
+from collections.abc import Iterator
 
 from .._errors import TilingError, describe
-from .._graph.values import Graph, Node, Value
+from .._graph.values import Graph, Node, Storage, Value, is_held
 from .._mesh.devices import Devices
-from .._rules.elementwise import Elementwise
-
-WHOLE = "whole"
-
-Grid = tuple[int, ...] | Literal["whole"] | None
-"""Tiles per tiled axis. "whole": not tiled, but recomputed in the backward pass, as by
-`jax.checkpoint`. None: neither, the equations run as plain JAX."""
-
-Tiles = (
-    Sequence[int]
-    | Literal["whole"]
-    | Mapping[str | EllipsisType | Value, Sequence[int] | Literal["whole"] | None]
-)
+from .grid import Grid, Tiles, grid_of
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,10 +54,6 @@ class Target:
         return frozenset(a for v in self.operands for a in v.axes if a is not None)
 
     @property
-    def offloaded(self) -> bool:
-        return self.reduction is None and self.value.offloaded
-
-    @property
     def result(self) -> Value:
         return self.value if self.reduction is None else self.reduction.outputs[0]
 
@@ -82,23 +61,30 @@ class Target:
 class Targets:
     """All targets of a graph, in topological order, with their grids, equations and levels."""
 
-    def __init__(self, graph: Graph, tiles: Tiles, rank: int, devices: Devices | None = None):
-        self._tiles, self._rank, self._devices = tiles, rank, devices
-        # On a mesh what is kept runs in one piece per device, as what is recomputed whole does.
-        self._whole = (WHOLE,) if devices is None else (WHOLE, None)
+    def __init__(
+        self,
+        graph: Graph,
+        stored: Storage,
+        tiles: Tiles,
+        rank: int,
+        devices: Devices | None = None,
+    ):
+        self._stored, self._tiles, self._rank, self._devices = stored, tiles, rank, devices
+        self._outputs = {v.array for v in graph.outputs}
         self._levels: dict[Value, int] = {}
         self._found: dict[Value, Target] = {}
         self._settled: set[Target] = set()
         self.needed = _needed(graph)
-        homes = _homes(graph, self.needed)
+        homes = _homes(graph, stored, self.needed)
         for node in graph.nodes:
             if node.reduction is not None and node.outputs[0] in self.needed:
                 home = homes[node]
-                grid = self._grid(home if home.tiled and home.stored else None)
-                self._add(Target(node.inputs, grid, node, home if grid in self._whole else None))
+                grid = self._grid(home if home.tiled and home in stored else None)
+                carried = home if self._in_one_piece(grid) else None
+                self._add(Target(node.inputs, grid, node, carried))
             elif node.tiled and node.reduction is None:
                 for value in node.outputs:
-                    if value.stored and value.tiled and value in self.needed:
+                    if value in stored and value.tiled and value in self.needed:
                         self._add(Target((value,), self._grid(value)))
         for value in self._found:
             self.level(value)
@@ -123,38 +109,71 @@ class Targets:
         self._found[target.result] = target
 
     def _grid(self, value: Value | None) -> Grid:
-        return _grid_of(self._tiles, value, self._rank)
+        return grid_of(self._tiles, value, self._rank)
+
+    def _in_one_piece(self, grid: Grid) -> bool:
+        """Are reductions equations like any other? On a mesh also in what is kept: it runs in one
+        piece per device, as what is recomputed whole does.
+        """
+        return grid.tiles is None and (grid.recomputed or self._devices is not None)
 
     def _settle(self, target: Target) -> None:
         """Where a target is computed, from what, and when."""
         if target in self._settled:
             return
         self._settled.add(target)
-        if target.reduction is not None and target.grid not in self._whole:
+        if target.reduction is not None and not self._in_one_piece(target.grid):
             target.rides_on = self._carrier(target.reduction)
         if target.rides_on in (None, target.result):
             together = [target, *self._riders(target)]
             inside = frozenset(t.reduction for t in together if t.reduction is not None)
             for each in together:
-                _collect(each, inside if target.grid in self._whole else frozenset())
+                whole = self._in_one_piece(target.grid)
+                _collect(each, self._stored, inside if whole else frozenset())
             read = [v for each in together for v in (*each.inputs, *each.globals)]
             target.level = max((self.level(v) for v in read), default=0)
         else:
             leader = self._found[target.rides_on]
             self._settle(leader)
             target.level = leader.level
-            if target.grid not in self._whole:
+            if not self._in_one_piece(target.grid):
                 target.grid = leader.grid
                 inside = frozenset(t.reduction for t in self._riders(leader))
-                _collect(target, inside if leader.grid in self._whole else frozenset())
-        target.grid = _fitted(target, self._devices)
+                whole = self._in_one_piece(leader.grid)
+                _collect(target, self._stored, inside if whole else frozenset())
+        target.grid = self._fitted(target)
+
+    def _fitted(self, target: Target) -> Grid:
+        """The target's grid.
+
+        What the user cannot name, a reduction or an unnamed value, gets at most one tile per row.
+        On a mesh so does everything: how many rows a device has is not for the user to count.
+        """
+        if target.grid.tiles is None:
+            return target.grid
+        tiles, devices = list(target.grid.tiles), self._devices
+        for value in target.operands:
+            for length, axis in zip(value.aval.shape, value.axes, strict=True):
+                if axis is None:
+                    continue
+                rows = length if devices is None else -(-length // devices.count(axis))
+                nameable = target.reduction is None and (value in self._outputs or value.name)
+                if tiles[axis] > rows and nameable and devices is None:
+                    raise TilingError(
+                        f"{tiles[axis]} tiles along tiled axis {axis} are more than the {rows} rows"
+                        f" of {target.label!r}, {describe(value.aval, value.axes)}: use at most "
+                        f"{rows}, or give its region a grid of its own with `tiles={{name: grid, "
+                        "...: grid}`"
+                    )
+                tiles[axis] = min(tiles[axis], rows)
+        return Grid(tuple(tiles))
 
     def _riders(self, leader: Target) -> list[Target]:
         """Reductions that are recomputed whole together with this target."""
         return [
             t
             for t in self._found.values()
-            if t.grid in self._whole and t.rides_on is leader.result and t is not leader
+            if self._in_one_piece(t.grid) and t.rides_on is leader.result and t is not leader
         ]
 
     def _carrier(self, reduction: Node) -> Value | None:
@@ -169,13 +188,11 @@ class Targets:
             value = pending.pop()
             if not value.tiled:
                 others.append(value)
-            elif value.stored and value.node is not None and value.node.reduction is None:
+            elif value in self._stored and value.node is not None and value.node.reduction is None:
                 stored.add(value)
-            elif value.available:
+            elif is_held(value, self._stored):
                 return None
-            elif isinstance(value.node.rule, Elementwise) or not any(
-                v.tiled for v in value.node.inputs
-            ):
+            elif value.node.rule.by_position or not any(v.tiled for v in value.node.inputs):
                 pending.extend(value.node.inputs)
             else:
                 return None
@@ -195,7 +212,7 @@ def _needed(graph: Graph) -> set[Value]:
     return needed
 
 
-def _homes(graph: Graph, needed: set[Value]) -> dict[Node, Value]:
+def _homes(graph: Graph, storage: Storage, needed: set[Value]) -> dict[Node, Value]:
     """Per reduction, the first stored value that depends on it; failing that, the last reduction
     that does, which may be itself.
     """
@@ -205,7 +222,7 @@ def _homes(graph: Graph, needed: set[Value]) -> dict[Node, Value]:
     for node in reversed(graph.nodes):
         if not any(v in needed for v in node.outputs):
             continue
-        stored = [v for v in node.outputs if v.stored and v.tiled and node.reduction is None]
+        stored = [v for v in node.outputs if v in storage and v.tiled and node.reduction is None]
         ahead = [first[v] for v in node.outputs if v in first]
         end = min(stored or ahead, key=position.__getitem__, default=None)
         if node.reduction is not None:
@@ -219,7 +236,7 @@ def _homes(graph: Graph, needed: set[Value]) -> dict[Node, Value]:
     return homes
 
 
-def _collect(target: Target, inside: frozenset[Node]) -> None:
+def _collect(target: Target, stored: Storage, inside: frozenset[Node]) -> None:
     """The equations that compute a target from what is held, and what they read.
 
     Those `inside` are reductions that are computed on the way.
@@ -245,7 +262,7 @@ def _collect(target: Target, inside: frozenset[Node]) -> None:
         value = pending.pop()
         node = value.array.node
         if value.tiled and value.base is None and node is not None and node.reduction is None:
-            computed = value is own or not value.stored
+            computed = value is own or value not in stored
         else:
             computed = bool(inside) and follows(value)
         if not computed:
@@ -256,69 +273,3 @@ def _collect(target: Target, inside: frozenset[Node]) -> None:
         elif node not in target.nodes:
             target.nodes[node] = None
             pending.extend(node.inputs)
-
-
-def _grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
-    if not isinstance(tiles, Mapping):
-        return _checked(tiles, rank, "`tiles`")
-    name = None if value is None else value.name
-    for key in (value, name, ...):
-        if key is not None and key in tiles:
-            return _checked(tiles[key], rank, f"`tiles[{'...' if key is ... else repr(key)}]`")
-    raise TilingError(
-        f"`tiles` (={dict(tiles)}) gives no grid for the region that computes "
-        f"{name or 'an unnamed value'!r}: add that name, or the key `...` for all other regions"
-    )
-
-
-def _checked(grid, rank: int, what: str) -> Grid:
-    if isinstance(grid, np.ndarray):
-        grid = grid.tolist()
-    if grid is None or grid == WHOLE:
-        return grid
-    if not isinstance(grid, Sequence) or isinstance(grid, str):
-        raise TilingError(
-            f"{what} (={grid!r}) must be a tuple with one number of tiles per tiled axis, 'whole' "
-            "(untiled and recomputed) or None (untiled and kept)"
-        )
-    grid = tuple(grid)
-    if len(grid) != rank:
-        raise TilingError(
-            f"{what} (={grid}) must have one number per tiled axis, and `in_axes` has {rank}"
-        )
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in grid):
-        raise TilingError(f"{what} (={grid}) must be positive integers")
-    return tuple(int(n) for n in grid)
-
-
-def _fitted(target: Target, devices: Devices | None) -> Grid:
-    """The target's grid.
-
-    What the user cannot name, a reduction or an unnamed value, gets at most one tile per row. On a
-    mesh so does everything: how many rows a device has is not for the user to count.
-    """
-    dimensions = [(v, d, a) for v in target.operands for d, a in enumerate(v.axes) if a is not None]
-    if devices is not None:
-        return _fitted_on(devices, target, dimensions)
-    if target.grid is None or target.grid == WHOLE:
-        return target.grid
-    grid = list(target.grid)
-    for value, d, axis in dimensions:
-        length = value.aval.shape[d]
-        if grid[axis] > length and target.reduction is None and (value.is_output or value.name):
-            raise TilingError(
-                f"{grid[axis]} tiles along tiled axis {axis} are more than the {length} rows of "
-                f"{target.label!r}, {describe(value.aval, value.axes)}: use at most {length}, "
-                "or give its region a grid of its own with `tiles={name: grid, ...: grid}`"
-            )
-        grid[axis] = min(grid[axis], length)
-    return tuple(grid)
-
-
-def _fitted_on(devices: Devices, target: Target, dimensions) -> Grid:
-    if not isinstance(target.grid, tuple):
-        return target.grid
-    grid = list(target.grid)
-    for value, d, axis in dimensions:
-        grid[axis] = min(grid[axis], -(-value.aval.shape[d] // devices.count(axis)))
-    return tuple(grid)

@@ -1,12 +1,13 @@
 """Rules per primitive, one file per family.
 
-Importing this package fills the table in `_registry`.
+Importing this package fills the table in `registry`.
 """
 
 from . import contraction as contraction
 from . import elementwise as elementwise
 from . import gather as gather
 from . import generated as generated
+from . import placement as placement
 from . import reductions as reductions
 from . import reshape as reshape
 from . import shape as shape
@@ -17,9 +18,11 @@ from .registry import Need as Need
 from .registry import Reduction as Reduction
 from .registry import Rule as Rule
 from .registry import Step as Step
+from .registry import Traits as Traits
 from .registry import Windows as Windows
 from .registry import find as find
 from .registry import names as names
 from .registry import register as register
 from .registry import tiled as tiled
+from .registry import traits as traits
 from .registry import untiled as untiled

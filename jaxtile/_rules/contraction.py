@@ -18,7 +18,7 @@ from .reductions import Sum, accumulation_dtype, masked
 from .registry import Equation, Need, Reduction, Rule, Step, Windows, merge, register
 
 
-@register("dot_general")
+@register("dot_general", kind="contraction", linear="product")
 class DotGeneral(Rule):
     """Tiled batch and free dimensions pass through. A contraction over tiled dimensions is a
     reduction, unless one operand is a constant matrix.

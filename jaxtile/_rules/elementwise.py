@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from .registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, register
 
-_PRIMITIVES = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
-cbrt ceil clamp clz complex conj convert_element_type copy cos cosh digamma div
-eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter
-not one_minus_square or polygamma polynomial population_count pow real reduce_precision
-regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-""".split()
+
+def _register(primitives: str, **traits: Any) -> Callable[[type], type]:
+    return register(*primitives.split(), **({"kind": "elementwise"} | traits))
 
 
-@register(*_PRIMITIVES)
+@_register(
+    """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e ceil clamp clz cos cosh
+    digamma eq eq_to erf erf_inv erfc exp2 expm1 floor ge gt igamma igamma_grad_a igammac
+    integer_pow is_finite le le_to lgamma log log1p log2 lt lt_to mulhi ne nextafter not
+    one_minus_square or polygamma polynomial population_count pow regularized_incomplete_beta rem
+    round shift_left shift_right_arithmetic shift_right_logical sign sin sinh square tan xor zeta
+    """
+)
+@_register("cbrt exp logistic max min rsqrt sqrt tanh", reads_result=True)
+@_register("add add_any complex conj imag real reduce_precision sub", linear="sum")
+@_register("neg", linear="sum", free=True)
+@_register("mul", linear="product")
+@_register("div", linear="first")
+@_register("select_n", linear="cases")
+@_register("convert_element_type", kind="movement", linear="sum", free=True)
+@_register("copy", kind="movement", linear="sum", view=True, free=True)
+@_register("name", kind="movement", linear="sum", view=True)
+@_register("stop_gradient", kind="movement", view=True, free=True)
+@_register("threefry2x32", kind="random")
 class Elementwise(Rule):
     """Operands have the output's shape, or size 1 where they are repeated, or are scalars."""
+
+    by_position = True
 
     def axes(self, eqn: Equation):
         out = merge(eqn.primitive, [_contribution(eqn, i) for i in range(len(eqn.in_avals))])

@@ -16,7 +16,7 @@ from .registry import Equation, Need, Rule, Step, Windows, merge, register
 from .shape import local_shape
 
 
-@register("gather")
+@register("gather", kind="movement", linear="first")
 class Gather(Rule):
     """Tiled dimensions may be batched, taken whole, or (one of them) indexed by constants."""
 

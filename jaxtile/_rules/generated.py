@@ -16,11 +16,23 @@ import numpy as np
 from jax import lax
 from jax.extend.core.primitives import threefry2x32_p
 
-from .registry import Axes, Equation, Need, Rule, Step, Windows, register, untiled
+from .registry import (
+    Axes,
+    Equation,
+    Need,
+    Rule,
+    Step,
+    Windows,
+    register,
+    register_traits,
+    untiled,
+)
 from .shape import coordinates, local_shape
 
+register_traits("random_wrap", "random_unwrap", kind="movement")
 
-@register("iota")
+
+@register("iota", kind="movement")
 class Iota(Rule):
     def axes(self, eqn: Equation):
         return [], [untiled(eqn.out_avals[0])]
@@ -40,7 +52,7 @@ class Iota(Rule):
         return Step([], evaluate, positions=along)
 
 
-@register("random_bits")
+@register("random_bits", kind="random")
 class RandomBits(Rule):
     def axes(self, eqn: Equation):
         keys = eqn.in_axes[0]

@@ -26,8 +26,8 @@ def accumulation_dtype(dtype) -> np.dtype:
     )
 
 
+@register("reduce_sum", kind="reduction", linear="sum")
 @register(
-    "reduce_sum",
     "reduce_max",
     "reduce_min",
     "reduce_and",
@@ -36,6 +36,7 @@ def accumulation_dtype(dtype) -> np.dtype:
     "reduce_prod",
     "argmax",
     "argmin",
+    kind="reduction",
 )
 class Reduce(Rule):
     def axes(self, eqn: Equation):
@@ -61,7 +62,7 @@ class Reduce(Rule):
         return _REDUCTIONS[eqn.primitive.name](eqn)
 
 
-@register("reduce")
+@register("reduce", kind="reduction")
 class GeneralReduce(Rule):
     """A reduction with a user's own function."""
 
@@ -84,7 +85,17 @@ class GeneralReduce(Rule):
         )
 
 
-@register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "top_k", "approx_top_k")
+@register("cumsum", kind="window", linear="sum")
+@register(
+    "cumprod",
+    "cummax",
+    "cummin",
+    "cumlogsumexp",
+    "sort",
+    "top_k",
+    "approx_top_k",
+    kind="window",
+)
 class Along(Rule):
     """Works along one dimension, which must not be tiled, and independently in all others."""
 

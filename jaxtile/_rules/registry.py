@@ -11,6 +11,9 @@ A rule answers three questions about one primitive, and knows nothing of loops, 
 A reduction over a tiled axis is not a step, because it needs every tile: such a rule also answers
 `reduction`.
 
+Beside its rule a primitive has *traits*: what the rest of jaxtile wants to know of it without
+tiling it. They are said where the rule is registered, so that a new primitive touches one place.
+
 Rules are registered by primitive *name*: some primitives exist only in some of the supported JAX
 versions, and several are not exported at all.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import numpy as np
@@ -101,6 +104,10 @@ class Rule(Protocol):
     See the module's docstring. Most rules override `axes` and `step` only.
     """
 
+    by_position: ClassVar[bool] = False
+    """Does every position of a result come from the same position of the operands?"""
+    apart: ClassVar[bool] = False
+    """Does each result come from the operand in its place alone? The graph has an equation each."""
     is_call: ClassVar[bool] = False
     """Is it a function with a derivative rule of its own?"""
     changes_value: ClassVar[bool] = False
@@ -133,6 +140,10 @@ class Rule(Protocol):
     ) -> list[jax.Array]:
         """Apply the primitive: where JAX's own derivative is slow, with another."""
         return _bind(primitive, operands, params)
+
+    def alone(self, params: Mapping[str, Any], operand: int) -> Mapping[str, Any]:
+        """The parameters of an equation that has one of the operands only."""
+        return params
 
     def runs_whole(self, eqn: Equation) -> str | None:
         """Why this equation must run once, on whole arrays; None: it may run in tiles."""
@@ -175,11 +186,51 @@ class Reduction(Protocol):
         ...
 
 
+Kind = Literal[
+    "convolution",
+    "contraction",
+    "max_pool",
+    "window",
+    "random",
+    "reduction",
+    "elementwise",
+    "movement",
+    "other",
+]
+Linear = Literal["sum", "product", "first", "cases"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Traits:
+    """What is to be known of a primitive without tiling it."""
+
+    kind: Kind = "other"
+    """Its kind of work. A compiler makes elementwise work and movement part of what reads it."""
+    linear: Linear | None = None
+    """In which operands it is linear, as `jaxtile._derivatives.linear` proves it of functions:
+    `sum`, in all of them together; `product`, in one while the other is fixed; `first`, in the
+    first while the others are fixed; `cases`, in all but the first while that is fixed."""
+    view: bool = False
+    """Is its result its operand, under another name or shape?"""
+    free: bool = False
+    """Can what reads it do its arithmetic along the way: a change of sign, of type?"""
+    reads_result: bool = False
+    """Does its derivative read its result, and not its operands?"""
+
+    @property
+    def fuses(self) -> bool:
+        return self.kind in ("elementwise", "movement", "random")
+
+
 _RULES: dict[str, Rule] = {}
+_TRAITS: dict[str, Traits] = {}
+_UNKNOWN = Traits()
 
 
-def register(*primitives: str) -> Callable[[type], type]:
-    """Class decorator: one instance of the class is the rule of each of the named primitives."""
+def register(*primitives: str, **traits: Any) -> Callable[[type], type]:
+    """Class decorator: one instance of the class is the rule of each of the named primitives, which
+    have these traits.
+    """
 
     def decorate(cls: type) -> type:
         rule = cls()
@@ -187,13 +238,23 @@ def register(*primitives: str) -> Callable[[type], type]:
             if name in _RULES:
                 raise ValueError(f"primitive {name!r} has a rule already")
             _RULES[name] = rule
+        register_traits(*primitives, **traits)
         return cls
 
     return decorate
 
 
+def register_traits(*primitives: str, **traits: Any) -> None:
+    """Of primitives without a rule: they are met in functions, or parts of them, without tiles."""
+    _TRAITS.update(dict.fromkeys(primitives, Traits(**traits)))
+
+
 def find(primitive: Any) -> Rule | None:
     return _RULES.get(primitive.name)
+
+
+def traits(primitive: Any) -> Traits:
+    return _TRAITS.get(primitive.name, _UNKNOWN)
 
 
 def names() -> list[str]:

@@ -13,7 +13,7 @@ from .registry import Axes, Equation, Need, Rule, Step, Windows, register
 from .shape import local_shape
 
 
-@register("reshape")
+@register("reshape", kind="movement", linear="sum", view=True)
 class Reshape(Rule):
     """A tiled dimension may be split or merged with the dimensions after it, but not folded under
     another one.

@@ -37,7 +37,7 @@ def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
     return tuple(windows[d].size if d in windows else n for d, n in enumerate(shape))
 
 
-@register("broadcast_in_dim")
+@register("broadcast_in_dim", kind="movement", linear="sum")
 class Broadcast(Rule):
     def axes(self, eqn: Equation):
         """A repeated dimension has only one position: it gives the output no axis."""
@@ -67,7 +67,7 @@ class Broadcast(Rule):
         return Step([Need(need)], lambda scalars, x: [lax.broadcast_in_dim(x, shape, dims)])
 
 
-@register("transpose")
+@register("transpose", kind="movement", linear="sum")
 class Transpose(Rule):
     def axes(self, eqn: Equation):
         return eqn.in_axes, [tuple(eqn.in_axes[0][p] for p in eqn.params["permutation"])]
@@ -81,7 +81,7 @@ class Transpose(Rule):
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 
-@register("squeeze")
+@register("squeeze", kind="movement", linear="sum", view=True)
 class Squeeze(Rule):
     """Dropping a tiled dimension of size 1 is allowed: every tile then reads that one position."""
 
@@ -103,7 +103,7 @@ class Squeeze(Rule):
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 
-@register("slice")
+@register("slice", kind="movement", linear="sum")
 class Slice(Rule):
     def axes(self, eqn: Equation):
         return eqn.in_axes, eqn.in_axes
@@ -119,7 +119,7 @@ class Slice(Rule):
         return Step([Need(need)], lambda scalars, x: [lax.slice(x, starts, limits, strides)])
 
 
-@register("split")
+@register("split", kind="movement", linear="sum")
 class Split(Rule):
     def axes(self, eqn: Equation):
         return eqn.in_axes, [eqn.in_axes[0]] * len(eqn.out_avals)
@@ -145,7 +145,7 @@ class Split(Rule):
         return Step([Need(read)], lambda scalars, x: [x] * len(sizes), produced=produced)
 
 
-@register("dynamic_slice")
+@register("dynamic_slice", kind="movement", linear="first")
 class DynamicSlice(Rule):
     """A slice whose start is known only at run time must take the tiled dimensions whole."""
 
@@ -174,7 +174,7 @@ class DynamicSlice(Rule):
         return Step([Need(need), *[None] * (len(eqn.in_avals) - 1)], evaluate)
 
 
-@register("dynamic_update_slice")
+@register("dynamic_update_slice", kind="movement")
 class DynamicUpdateSlice(Rule):
     """The update must span the tiled dimensions: then it is tiled like the array it goes into."""
 
@@ -198,7 +198,7 @@ class DynamicUpdateSlice(Rule):
         )
 
 
-@register("rev")
+@register("rev", kind="movement", linear="sum")
 class Reverse(Rule):
     def axes(self, eqn: Equation):
         return eqn.in_axes, eqn.in_axes
@@ -212,7 +212,7 @@ class Reverse(Rule):
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 
-@register("bitcast_convert_type")
+@register("bitcast_convert_type", kind="movement")
 class Bitcast(Rule):
     """The same bits in another type: a narrower one adds a last dimension, a wider one takes it."""
 
@@ -230,7 +230,7 @@ class Bitcast(Rule):
         return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
 
 
-@register("concatenate")
+@register("concatenate", kind="movement", linear="sum")
 class Concatenate(Rule):
     """Operands without elements stay untiled, and take no part."""
 
@@ -271,7 +271,7 @@ class Concatenate(Rule):
         return [i for i, aval in enumerate(eqn.in_avals) if aval.shape[dim]]
 
 
-@register("stack")
+@register("stack", kind="movement", linear="sum")
 class Stack(Rule):
     """A new dimension, never tiled, beside those of the operands."""
 
@@ -294,7 +294,7 @@ class Stack(Rule):
         return Step([need] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts))
 
 
-@register("unstack")
+@register("unstack", kind="movement", linear="sum")
 class Unstack(Rule):
     def axes(self, eqn: Equation):
         dim = eqn.params["axis"]
@@ -308,7 +308,7 @@ class Unstack(Rule):
         return Step([need], lambda scalars, x: eqn.bind(x), produced=[window] * len(eqn.out_avals))
 
 
-@register("tile")
+@register("tile", kind="movement", linear="sum")
 class Repeat(Rule):
     """`lax.tile`: the array repeated as a whole, which along a tiled axis would need it all."""
 
@@ -320,7 +320,7 @@ class Repeat(Rule):
         return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
 
 
-@register("pad")
+@register("pad", kind="movement", linear="sum")
 class Pad(Rule):
     """Padding before, after (both may be negative: a crop) and between elements."""
 

@@ -49,7 +49,7 @@ class Slide:
         return cls(window.moved(lo, read), (before, after), window.moved(aligned, size))
 
 
-@register("conv_general_dilated")
+@register("conv_general_dilated", kind="convolution", linear="product")
 class Convolution(Rule):
     """`lax.conv_general_dilated`.
 
@@ -146,7 +146,9 @@ class _Pool(Rule):
         )
 
 
-@register("reduce_window_max", "reduce_window_min", "reduce_window_sum")
+@register("reduce_window_max", kind="max_pool")
+@register("reduce_window_min", kind="window")
+@register("reduce_window_sum", kind="window", linear="sum")
 class Pool(_Pool):
     """Max, min and sum pools."""
 
@@ -156,7 +158,7 @@ class Pool(_Pool):
         return [pool(primitive, *operands, params)]
 
 
-@register("reduce_window")
+@register("reduce_window", kind="window")
 class GeneralPool(_Pool):
     """A pool with a user's own function of two arguments.
 

@@ -33,7 +33,7 @@ def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
             operands = [whole(v) for v in step.inputs]
             env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
             continue
-        if step.grid is None and devices is None:
+        if not step.grid.recomputed and devices is None:
             # What these equations compute is held anyway, so other such regions use it too.
             results = evaluate(step, env)
         else:
@@ -42,7 +42,11 @@ def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
             globals_ = [whole(v) for v in step.globals]
             results = run(body, inputs, globals_, [hosted.get(v.array) for v in step.inputs])
         env.update(zip((t.result for t in step.targets), results, strict=True))
-        hosted |= {t.value: to_host(env[t.value]) for t in step.targets if t.offloaded}
+        hosted |= {
+            t.result: to_host(env[t.result])
+            for t in step.targets
+            if t.reduction is None and plan.stored.get(t.result) == "host"
+        }
     return [_as_array(whole(v)) for v in plan.graph.outputs]
 
 

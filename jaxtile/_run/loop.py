@@ -12,7 +12,8 @@ cotangent of a stored array is a second array of its size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,21 +25,56 @@ from .._graph.values import Value
 from .._regions.regions import Region
 from .._regions.targets import Target
 from .._regions.tile import Column, Cut, lookup
-from .._rules import Windows
+from .._rules import Reduction, Windows
 from .._rules.reductions import accumulation_dtype, masked
-from .recompute import fill_in, like, select, zero_cotangent, zeros_after
+from .recompute import (
+    Array,
+    Arrays,
+    Cotangents,
+    Pullback,
+    Wanted,
+    fill_in,
+    like,
+    select,
+    zero_cotangent,
+    zeros_after,
+)
 
-Array = jax.Array
+Row = Sequence[Any]
+"""The positions of one tile: a row of the table."""
+Slots = Sequence[tuple[int | Column, int]]
+"""Per dimension of an array, where a tile's window begins, and its size."""
+State = tuple[Array, ...]
+Sums = tuple[list[Array], list[Array]]
+"""Of cotangents of the wanted inputs, and of the wanted globals."""
+Zeros = Callable[[Sequence[int], Any], Array]
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+
+class Layout:
+    """How the inputs and results of a loop lie in memory: here, as whole arrays."""
+
+    def shape(self, value: Value) -> Sequence[int]:
+        return value.aval.shape
+
+    def origin(self, value: Value, dim: int) -> np.ndarray | int:
+        """The position of an array's first element, for each tile."""
+        return 0
+
+    def counted(self, target: Target, cotangent: Array) -> Array:
+        """A cotangent of a target's operand, where it counts: elsewhere zeros."""
+        return cotangent
+
+    def scan(self, body: Body, carry: Any, xs: Any) -> tuple[Any, Any]:
+        return lax.scan(body, carry, xs)
 
 
 class Loop:
-    """The function of a region: whole arrays of inputs and globals to whole arrays of results."""
+    """The function of a region: inputs and globals to results, tile by tile, and its derivative."""
 
-    scan = staticmethod(lax.scan)
-
-    def __init__(self, region: Region):
+    def __init__(self, region: Region, layout: Layout | None = None):
         assert region.plan is not None
-        self.region, self.plan = region, region.plan
+        self.region, self.plan, self.layout = region, region.plan, layout or Layout()
         table = self.plan.table
         self.input_slots = [self._slots(v, self.plan.windows.get(v, {})) for v in region.inputs]
         self.tiles = {v: region.windows(v) for t in region.targets for v in t.operands}
@@ -51,26 +87,17 @@ class Loop:
         ]
         self.rows = table.rows(region.split)
 
-    def _slots(self, value: Value, windows: Windows):
+    def _slots(self, value: Value, windows: Windows) -> Slots:
         """Per dimension, the start of each tile's window and its size."""
-        shape = self.shape(value)
-        add = self.plan.table.add
+        add, layout = self.plan.table.add, self.layout
         return [
-            (add(windows[d].axis, windows[d].starts - self.origin(value, d)), windows[d].size)
+            (add(windows[d].axis, windows[d].starts - layout.origin(value, d)), windows[d].size)
             if d in windows
             else (0, n)
-            for d, n in enumerate(shape)
+            for d, n in enumerate(layout.shape(value))
         ]
 
-    def shape(self, value: Value) -> Sequence[int]:
-        """Of an input or a result, as this loop sees it."""
-        return value.aval.shape
-
-    def origin(self, value: Value, dim: int) -> np.ndarray | int:
-        """The position of its first element, for each tile."""
-        return 0
-
-    def _ownership(self, value: Value, windows: Windows):
+    def _ownership(self, value: Value, windows: Windows) -> list[tuple[int, int | Column]]:
         """Where tiles overlap: dimension, and how many leading positions each tile owns."""
         counts = {d: (w, owned(w, value.aval.shape[d])) for d, w in windows.items()}
         return [
@@ -79,10 +106,14 @@ class Loop:
             if (n != w.size).any()
         ]
 
-    def forward(self, inputs, globals_, wanted=None) -> tuple[list[Array], tuple]:
+    def forward(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
+    ) -> tuple[list[Array], Any]:
         return self.finished(*self.accumulate(inputs, globals_, jnp.asarray(self.rows), wanted))
 
-    def accumulate(self, inputs, globals_, rows, wanted) -> tuple[list[tuple[Array, ...]], list]:
+    def accumulate(
+        self, inputs: Arrays, globals_: Arrays, rows: Array, wanted: Wanted | None
+    ) -> tuple[list[State], list[State]]:
         """Per target its value, or the state of a reduction; and what each tile remembers.
 
         `wanted`: what is being differentiated, if anything is.
@@ -90,88 +121,104 @@ class Loop:
         targets = self.region.targets
         zeros = zeros_after([*inputs, *globals_])
         carry = [
-            self._start(t) if t.reduction else (zeros(self.shape(t.value), t.value.aval.dtype),)
+            self._start(t)
+            if t.reduction
+            else (zeros(self.layout.shape(t.value), t.value.aval.dtype),)
             for t in targets
         ]
 
-        def body(carry, row):
+        def body(carry: list[State], row: Any) -> tuple[list[State], list[State]]:
             row = list(row)
             if wanted is not None and self.region.changes_value:
                 values, _ = self.tile(inputs, globals_, wanted, row)
             else:
                 values = self._evaluate(self._windows(inputs, row), globals_, row)
             shares = self._shares(values, row)
-            new, remembered = [], []
+            new: list[State] = []
+            remembered: list[State] = []
             for k, (target, share) in enumerate(zip(targets, shares, strict=True)):
                 if target.reduction is None:
                     new.append((_write(carry[k][0], share[0], self.result_slots[k], row),))
                 else:
                     new.append(self.merged(k, carry[k], share, row))
-                    remembered.append(target.reduction.reduction.remember(share))
+                    remembered.append(reducer(target).remember(share))
             return new, remembered
 
-        return self.scan(body, carry, rows)
+        return self.layout.scan(body, carry, rows)
 
-    def _start(self, target: Target) -> tuple[Array, ...]:
+    def _start(self, target: Target) -> State:
         """The state of a reduction before the first tile: the same number everywhere."""
-        shape = self.shape(target.result)
-        state = target.reduction.reduction.start()
+        shape = self.layout.shape(target.result)
+        state = reducer(target).start()
         return tuple(lax.slice(s, (0,) * s.ndim, shape) if s.shape != shape else s for s in state)
 
-    def finished(self, states, remembered) -> tuple[list[Array], tuple]:
+    def finished(self, states: Sequence[State], remembered: Any) -> tuple[list[Array], Any]:
         """The results, and what the backward loop must know."""
         targets = self.region.targets
         results = [
-            s[0] if t.reduction is None else t.reduction.reduction.finish(s)
+            s[0] if t.reduction is None else reducer(t).finish(s)
             for t, s in zip(targets, states, strict=True)
         ]
         kept = [s for t, s in zip(targets, states, strict=True) if t.reduction is not None]
         return results, (kept, remembered)
 
-    def shares(self, windows, globals_, row) -> list[tuple[Array, ...]]:
+    def shares(self, windows: Arrays, globals_: Arrays, row: Row) -> list[State]:
         """What one tile gives to each target: its tile, or the state of a reduction of it."""
         return self._shares(self._evaluate(windows, globals_, row), row)
 
-    def _shares(self, values, row) -> list[tuple[Array, ...]]:
+    def _shares(self, values: Sequence[Arrays], row: Row) -> list[State]:
         return [
             tuple(operands)
             if target.reduction is None
-            else target.reduction.reduction.partial(operands, self._owned(target, row))
+            else reducer(target).partial(operands, self._owned(target, row))
             for target, operands in zip(self.region.targets, values, strict=True)
         ]
 
-    def merged(self, k: int, state, share, row) -> tuple[Array, ...]:
+    def merged(self, k: int, state: State, share: State, row: Row) -> State:
         """The state of target `k`, a reduction, with one more tile."""
         slots = self.result_slots[k]
         held = tuple(window(s, slots, row) for s in state)
-        merged = self.region.targets[k].reduction.reduction.merge(held, share)
+        merged = reducer(self.region.targets[k]).merge(held, share)
         return tuple(_write(s, m, slots, row) for s, m in zip(state, merged, strict=True))
 
-    def backward(self, inputs, globals_, kept, cotangents, wanted):
+    def backward(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+    ) -> tuple[Cotangents, Cotangents]:
         rows = jnp.asarray(self.rows)
         sums, totals = self.pull(inputs, globals_, kept, cotangents, wanted, rows)
         return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
 
-    def pull(self, inputs, globals_, kept, cotangents, wanted, rows):
+    def pull(
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        wanted: Wanted,
+        rows: Array,
+    ) -> Sums:
         """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
         kept, remembered = kept
         zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
-        carry = self._sums(inputs, globals_, wanted, len(rows), zeros)
+        carry = self.sums(inputs, globals_, wanted, len(rows), zeros)
 
-        def body(carry, xs):
+        def body(carry: Sums, xs: Any) -> tuple[Sums, None]:
             row, remembered = list(xs[0]), xs[1]
             values, pull = self.tile(inputs, globals_, wanted, row)
             shares = self.cotangent_shares(values, kept, remembered, cotangents, row)
-            return self._added(carry, pull(shares), wanted, row), None
+            return self.added(carry, pull(shares), wanted, row), None
 
-        return self.scan(body, carry, (rows, remembered))[0]
+        sums: Sums = self.layout.scan(body, carry, (rows, remembered))[0]
+        return sums
 
-    def tile(self, inputs, globals_, wanted, row):
+    def tile(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted, row: Row
+    ) -> tuple[list[list[Array]], Pullback]:
         """The operands of each target in one tile, and their pullback to what is wanted."""
         want_inputs, want_globals = wanted
         windows = self._windows(inputs, row)
 
-        def evaluate(some_windows, some_globals):
+        def evaluate(some_windows: Arrays, some_globals: Arrays) -> list[list[Array]]:
             return self._evaluate(
                 fill_in(windows, want_inputs, some_windows),
                 fill_in(globals_, want_globals, some_globals),
@@ -180,24 +227,35 @@ class Loop:
 
         return jax.vjp(evaluate, select(windows, want_inputs), select(globals_, want_globals))
 
-    def cotangent_shares(self, values, kept, remembered, cotangents, row) -> list[list[Array]]:
+    def cotangent_shares(
+        self,
+        values: Sequence[Sequence[Any]],
+        kept: Sequence[State],
+        remembered: Sequence[State],
+        cotangents: Cotangents,
+        row: Row,
+    ) -> list[list[Array]]:
         """The cotangents of the operands of each target in one tile: what belongs to the tile."""
         shares = []
-        remembered, states = iter(remembered), iter(kept)
+        notes, states = iter(remembered), iter(kept)
         for k, (target, operands) in enumerate(zip(self.region.targets, values, strict=True)):
-            mine, state = (next(remembered), next(states)) if target.reduction else (None, None)
-            if cotangents[k] is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
+            note, state = (next(notes), next(states)) if target.reduction else ((), ())
+            cotangent, slots = cotangents[k], self.result_slots[k]
+            if cotangent is None or not jnp.issubdtype(operands[0].dtype, jnp.inexact):
                 shares.append([zero_cotangent(x) for x in operands])
                 continue
             own = self._owned(target, row)
-            share = [window(cotangents[k], self.result_slots[k], row)]
+            share: Sequence[Array] = [window(cotangent, slots, row)]
             if target.reduction is not None:
-                state = tuple(window(s, self.result_slots[k], row) for s in state)
-                share = target.reduction.reduction.pullback(operands, own, mine, state, share[0])
-            shares.append([masked(x, mask, 0) for x, mask in zip(share, own, strict=True)])
+                state = tuple(window(s, slots, row) for s in state)
+                share = reducer(target).pullback(operands, own, note, state, share[0])
+            mine = [masked(x, mask, 0) for x, mask in zip(share, own, strict=True)]
+            shares.append([self.layout.counted(target, x) for x in mine])
         return shares
 
-    def _sums(self, inputs, globals_, wanted, tiles: int, zeros):
+    def sums(
+        self, inputs: Iterable[Any], globals_: Arrays, wanted: Wanted, tiles: int, zeros: Zeros
+    ) -> Sums:
         """What the cotangents of the wanted inputs and globals are added up in."""
         sums = [
             zeros(x.shape, self._sum_dtype(x, slots, tiles))
@@ -208,7 +266,7 @@ class Loop:
         totals = [zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, wanted[1])]
         return sums, totals
 
-    def _added(self, carry, pulled, wanted, row):
+    def added(self, carry: Sums, pulled: Sums, wanted: Wanted, row: Row) -> Sums:
         (sums, totals), (from_windows, from_globals) = carry, pulled
         slots = select(self.input_slots, wanted[0])
         sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]
@@ -216,15 +274,15 @@ class Loop:
         return sums, totals
 
     @staticmethod
-    def _sum_dtype(x: Array, slots, tiles: int):
+    def _sum_dtype(x: Any, slots: Slots, tiles: int) -> Any:
         """What many tiles read, not just neighbours, has a sum over tiles as its cotangent."""
         times_read = math.prod(size for _, size in slots) * tiles / max(1, x.size)
         return accumulation_dtype(x.dtype) if times_read > 8 else x.dtype
 
-    def _windows(self, inputs, row):
+    def _windows(self, inputs: Arrays, row: Row) -> list[Array]:
         return [window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
 
-    def _evaluate(self, windows, globals_, row) -> list[list[Array]]:
+    def _evaluate(self, windows: Arrays, globals_: Arrays, row: Row) -> list[list[Array]]:
         """The operands of each target, in one tile."""
         env = dict(zip(self.region.inputs, windows, strict=True))
         env.update(zip(self.region.globals, globals_, strict=True))
@@ -234,10 +292,10 @@ class Loop:
         }
         return [[cut[v] for v in t.operands] for t in self.region.targets]
 
-    def _owned(self, target: Target, row) -> list[Array | None]:
+    def _owned(self, target: Target, row: Row) -> list[Array | None]:
         return [self._mask(v, row) for v in target.operands]
 
-    def _mask(self, value: Value, row) -> Array | None:
+    def _mask(self, value: Value, row: Row) -> Array | None:
         windows = self.tiles[value]
         shape = [windows[d].size if d in windows else n for d, n in enumerate(value.aval.shape)]
         mask = None
@@ -245,6 +303,13 @@ class Loop:
             inside = lax.broadcasted_iota(np.int32, shape, d) < at(slot, row)
             mask = inside if mask is None else mask & inside
         return mask
+
+
+def reducer(target: Target) -> Reduction:
+    """How a target that is a reduction is accumulated."""
+    assert target.reduction is not None
+    assert target.reduction.reduction is not None
+    return target.reduction.reduction
 
 
 def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
@@ -255,30 +320,30 @@ def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
     return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
 
 
-def at(slot, row):
+def at(slot: int | Column, row: Row) -> Any:
     """The position that a slot stands for in this tile."""
     return row[slot.index] if isinstance(slot, Column) else slot
 
 
-def _whole(x, slots) -> bool:
+def _whole(x: Array, slots: Slots) -> bool:
     return all(slot == 0 and size == n for (slot, size), n in zip(slots, x.shape, strict=True))
 
 
-def _starts(slots, row):
+def _starts(slots: Slots, row: Row) -> list[Array]:
     return [jnp.asarray(at(slot, row), np.int32) for slot, _ in slots]
 
 
-def window(x: Array, slots, row) -> Array:
+def window(x: Array, slots: Slots, row: Row) -> Array:
     """The window of this tile."""
     if _whole(x, slots):
         return x
     return lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
 
 
-def _write(x: Array, tile: Array, slots, row) -> Array:
+def _write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     tile = tile.astype(x.dtype)
     return tile if _whole(x, slots) else lax.dynamic_update_slice(x, tile, _starts(slots, row))
 
 
-def _add(x: Array, tile: Array, slots, row) -> Array:
+def _add(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     return _write(x, window(x, slots, row) + tile, slots, row)

@@ -7,8 +7,8 @@ An input that the policy offloads waits for that in host memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,13 @@ from .._graph.values import Value
 from .._regions.regions import Region
 from .._regions.tile import lookup
 
+T = TypeVar("T")
 Array = jax.Array
+Arrays = Sequence[Array]
+Cotangents = Sequence[Array | None]
+Wanted = tuple[Sequence[bool], Sequence[bool]]
+"""Of which inputs and of which globals cotangents are wanted."""
+Pullback = Callable[[Any], tuple[list[Array], list[Array]]]
 
 RECOMPUTED = "rematted_computation"
 """What `jax.checkpoint` calls its recomputation in the names of operations, and so do we."""
@@ -30,23 +36,25 @@ class Recomputed(Protocol):
     """How a region is computed, and its derivative."""
 
     def forward(
-        self, inputs: Sequence[Array], globals_: Sequence[Array], wanted: Any = None
-    ) -> tuple[Any, Any]:
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
+    ) -> tuple[list[Array], Any]:
         """The results, and what the backward pass cannot compute again.
 
         `wanted` is what it will want the cotangents of; None: there is none.
         """
         ...
 
-    def backward(self, inputs, globals_, kept, cotangents, wanted) -> tuple[Any, Any]:
+    def backward(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+    ) -> tuple[Cotangents, Cotangents]:
         """Cotangents of the wanted inputs and globals, None for the others."""
         ...
 
 
 def run(
     body: Recomputed,
-    inputs: Sequence[Array],
-    globals_: Sequence[Array],
+    inputs: Arrays,
+    globals_: Arrays,
     hosted: Sequence[Array | None],
 ) -> list[Array]:
     """The region's results. `hosted`: per input, its copy in host memory, if it has one."""
@@ -54,24 +62,30 @@ def run(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(body: Recomputed, inputs, globals_, hosted) -> list[Array]:
+def _run(
+    body: Recomputed, inputs: Arrays, globals_: Arrays, hosted: Sequence[Array | None]
+) -> list[Array]:
     return body.forward(inputs, globals_)[0]
 
 
-def _forward(body: Recomputed, inputs, globals_, hosted):
+def _forward(
+    body: Recomputed, inputs: Sequence[Any], globals_: Sequence[Any], hosted: Sequence[Any]
+) -> tuple[list[Array], Any]:
     values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
     wanted = jax.tree.map(
         lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact),
         (inputs, globals_),
         is_leaf=_is_primal,
     )
-    results, kept = body.forward(*values, wanted)
+    results, kept = body.forward(values[0], values[1], wanted)
     hosted = [None if h is None else h.value for h in hosted]
     on_device = [x if h is None else None for x, h in zip(values[0], hosted, strict=True)]
     return results, (on_device, hosted, values[1], kept, _Static(wanted))
 
 
-def _backward(body: Recomputed, residuals, cotangents):
+def _backward(
+    body: Recomputed, residuals: Any, cotangents: Sequence[Any]
+) -> tuple[Cotangents, Cotangents, list[None]]:
     on_device, hosted, globals_, kept, wanted = residuals
     cotangents = [None if isinstance(c, SymbolicZero) else c for c in cotangents]
     inputs = [
@@ -90,12 +104,16 @@ class Whole:
     def __init__(self, region: Region):
         self.region = region
 
-    def forward(self, inputs, globals_, wanted=None):
+    def forward(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
+    ) -> tuple[list[Array], Any]:
         if wanted is not None and self.region.changes_value:
             return self._vjp(inputs, globals_, wanted)[0], ()
         return self._evaluate(inputs, globals_), ()
 
-    def backward(self, inputs, globals_, kept, cotangents, wanted):
+    def backward(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+    ) -> tuple[Cotangents, Cotangents]:
         given = [c for c in cotangents if c is not None]
         inputs, globals_ = after((inputs, globals_), given)
         (want_inputs, want_globals) = wanted
@@ -109,10 +127,12 @@ class Whole:
         )
         return like(inputs, want_inputs, of_inputs), like(globals_, want_globals, of_globals)
 
-    def _vjp(self, inputs, globals_, wanted):
+    def _vjp(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted
+    ) -> tuple[list[Array], Pullback]:
         want_inputs, want_globals = wanted
 
-        def evaluate(some_inputs, some_globals):
+        def evaluate(some_inputs: Arrays, some_globals: Arrays) -> list[Array]:
             return self._evaluate(
                 fill_in(inputs, want_inputs, some_inputs),
                 fill_in(globals_, want_globals, some_globals),
@@ -120,7 +140,7 @@ class Whole:
 
         return jax.vjp(evaluate, select(inputs, want_inputs), select(globals_, want_globals))
 
-    def _evaluate(self, inputs, globals_) -> list[Array]:
+    def _evaluate(self, inputs: Arrays, globals_: Arrays) -> list[Array]:
         env = dict(zip(self.region.inputs, inputs, strict=True))
         env.update(zip(self.region.globals, globals_, strict=True))
         return evaluate(self.region, env)
@@ -216,34 +236,32 @@ class _Static:
     def __init__(self, value: Any):
         self.value = value
 
-    def _key(self):
+    def _key(self) -> str:
         return str(self.value)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(self._key())
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, _Static) and self._key() == other._key()
 
 
-def select(items, wanted):
+def select(items: Iterable[T], wanted: Sequence[bool]) -> list[T]:
     return [x for x, w in zip(items, wanted, strict=True) if w]
 
 
-def like(items, wanted, cotangents):
+def like(items: Arrays, wanted: Sequence[bool], cotangents: Iterable[Array]) -> list[Array | None]:
     """Cotangents in the types of the items, None where none is wanted."""
-    cotangents = iter(cotangents)
-    return [
-        next(cotangents).astype(x.dtype) if w else None for x, w in zip(items, wanted, strict=True)
-    ]
+    found = iter(cotangents)
+    return [next(found).astype(x.dtype) if w else None for x, w in zip(items, wanted, strict=True)]
 
 
-def fill_in(items, wanted, replacements):
-    replacements = iter(replacements)
-    return [next(replacements) if w else x for x, w in zip(items, wanted, strict=True)]
+def fill_in(items: Arrays, wanted: Sequence[bool], replacements: Iterable[Array]) -> list[Array]:
+    found = iter(replacements)
+    return [next(found) if w else x for x, w in zip(items, wanted, strict=True)]
 
 
-def zero_cotangent(value: Array):
+def zero_cotangent(value: Any) -> Any:
     if jnp.issubdtype(value.dtype, jnp.inexact):
         return jnp.zeros_like(value)
     return np.zeros(value.shape, jax.dtypes.float0)

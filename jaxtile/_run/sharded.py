@@ -15,7 +15,7 @@ a reversed axis makes every device hold all of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,11 +26,20 @@ from jax.sharding import PartitionSpec as P
 
 from .._graph.values import Value
 from .._mesh.collectives import first_only, merged
+from .._mesh.halos import Exchange
 from .._regions.regions import Region
-from .loop import Loop
-from .recompute import after, like, select, zeros_after
-
-Array = jax.Array
+from .._regions.targets import Target
+from .loop import Body, Layout, Loop, Sums, reducer
+from .recompute import (
+    Array,
+    Arrays,
+    Cotangents,
+    Wanted,
+    after,
+    like,
+    select,
+    zeros_after,
+)
 
 
 class Sharded:
@@ -39,14 +48,16 @@ class Sharded:
     def __init__(self, region: Region):
         assert region.devices is not None
         self.region, self.devices = region, region.devices
-        self.loop = _Tiles(region) if region.grid is not None else _Kept(region)
-        axes = [a for a in sorted(region.split) if self.devices.names[a] is not None]
-        self.names = [self.devices.names[a] for a in axes]
+        self.blocks = _Blocks(region)
+        self.loop = Loop(region, self.blocks)
+        self.names = self.blocks.names(region.split)
         """The mesh axes that the work is distributed over."""
         self.in_specs = [self.devices.spec(v.array.axes) for v in region.inputs]
         self.out_specs = [self.devices.spec(t.result.axes) for t in region.targets]
 
-    def forward(self, inputs, globals_, wanted=None):
+    def forward(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
+    ) -> tuple[list[Array], Any]:
         run = self._on_devices(
             functools.partial(self._forward, wanted),
             (P(*self.names), self.in_specs, P()),
@@ -54,7 +65,9 @@ class Sharded:
         )
         return run(self._rows(), list(inputs), list(globals_))
 
-    def backward(self, inputs, globals_, kept, cotangents, wanted):
+    def backward(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+    ) -> tuple[Cotangents, Cotangents]:
         cotangents = [None if c is None or c.dtype == jax.dtypes.float0 else c for c in cotangents]
         specs = [
             s if c is not None else None for s, c in zip(self.out_specs, cotangents, strict=True)
@@ -67,7 +80,9 @@ class Sharded:
         sums, totals = run(self._rows(), list(inputs), list(globals_), kept, cotangents)
         return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
 
-    def _on_devices(self, fun, in_specs, out_specs):
+    def _on_devices(
+        self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
+    ) -> Callable[..., Any]:
         mapped = jax.shard_map(
             fun,
             mesh=self.devices.mesh,
@@ -77,31 +92,83 @@ class Sharded:
         )
         return jax.jit(mapped)
 
-    def _forward(self, wanted, rows, inputs, globals_):
-        inputs = [e.fill(x) for e, x in zip(self.loop.exchanges, inputs, strict=True)]
-        results, kept = self.loop.on_device(inputs, globals_, self._local(rows), wanted)
+    def _forward(
+        self, wanted: Wanted | None, rows: Array, inputs: Arrays, globals_: Arrays
+    ) -> tuple[list[Array], Any]:
+        inputs = [e.fill(x) for e, x in zip(self.blocks.exchanges, inputs, strict=True)]
+        results, kept = self._run(inputs, globals_, self._local(rows), wanted)
         return results, jax.tree.map(self._stacked, kept)
 
-    def _backward(self, wanted, rows, inputs, globals_, kept, cotangents):
+    def _backward(
+        self,
+        wanted: Wanted,
+        rows: Array,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+    ) -> Sums:
         # Otherwise the compiler may find that it has these halos already, and hold them.
-        if self.loop.recomputes:
+        if self.region.grid.recomputed:
             inputs = after(inputs, [c for c in cotangents if c is not None])
-            inputs = [e.fill(x) for e, x in zip(self.loop.exchanges, inputs, strict=True)]
+            inputs = [e.fill(x) for e, x in zip(self.blocks.exchanges, inputs, strict=True)]
         kept = jax.tree.map(self._local, kept)
         rows = self._local(rows)
-        sums, totals = self.loop.pull(inputs, globals_, kept, cotangents, wanted, rows)
+        sums, totals = self._pull(inputs, globals_, kept, cotangents, wanted, rows)
         sums = [
             self._returned(v, e, s)
             for v, e, s in zip(
                 select(self.region.inputs, wanted[0]),
-                select(self.loop.exchanges, wanted[0]),
+                select(self.blocks.exchanges, wanted[0]),
                 sums,
                 strict=True,
             )
         ]
         return sums, [_summed(t, self.names) for t in totals]
 
-    def _returned(self, value: Value, exchange, sum_: Array) -> Array:
+    def _run(
+        self, inputs: Arrays, globals_: Arrays, rows: Array, wanted: Wanted | None
+    ) -> tuple[list[Array], Any]:
+        """On one device: the results, and what is kept for the derivative."""
+        recomputed = self.region.grid.recomputed
+        if not recomputed and wanted is not None:  # it keeps what JAX keeps
+            values, pull = self.loop.tile(inputs, globals_, wanted, list(rows[0]))
+            return [v[0] for v in values], pull
+        states, remembered = self.loop.accumulate(inputs, globals_, rows, wanted)
+        states = [
+            s if t.reduction is None else merged(reducer(t), s, self._reduced(t))
+            for t, s in zip(self.region.targets, states, strict=True)
+        ]
+        results, kept = self.loop.finished(states, remembered)
+        return results, kept if recomputed else ()
+
+    def _reduced(self, target: Target) -> list[str]:
+        """The mesh axes that a target is reduced over."""
+        return self.blocks.names(a for a in target.axes if a not in target.result.axes)
+
+    def _pull(
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        wanted: Wanted,
+        rows: Array,
+    ) -> Sums:
+        """On one device: cotangents of what it read of the wanted inputs, and of wanted globals."""
+        if self.region.grid.recomputed:
+            return self.loop.pull(inputs, globals_, kept, cotangents, wanted, rows)
+        row = list(rows[0])
+        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
+        sums = self.loop.sums(map(self._aval, self.region.inputs), globals_, wanted, 1, zeros)
+        values = [[self._aval(t.value)] for t in self.region.targets]
+        shares = self.loop.cotangent_shares(values, (), (), cotangents, row)
+        return self.loop.added(sums, kept(shares), wanted, row)
+
+    def _aval(self, value: Value) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.blocks.shape(value), value.aval.dtype)
+
+    def _returned(self, value: Value, exchange: Exchange, sum_: Array) -> Array:
         """The cotangent of an input, from what each device found for its block and halo."""
         held = [self.devices.name(a) for a in value.array.axes]
         return exchange.fold(_summed(sum_, [n for n in self.names if n not in held]))
@@ -131,25 +198,14 @@ def _summed(x: Array, names: Sequence[str]) -> Array:
     return lax.psum(x, tuple(names)) if names else x
 
 
-def _scan(body, carry, xs):
-    """`lax.scan`, but without a loop if there is but one tile."""
-    if len(jax.tree.leaves(xs)[0]) > 1:
-        return lax.scan(body, carry, xs)
-    carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda x: x[None], out)
-
-
-class _Tiles(Loop):
-    """The tiles of one device."""
-
-    scan = staticmethod(_scan)
-    recomputes = True
+class _Blocks(Layout):
+    """Inputs are blocks with their halos, results are blocks."""
 
     def __init__(self, region: Region):
-        self.devices = region.devices
+        assert region.devices is not None
+        self.region, self.devices = region, region.devices
         self.exchanges = [region.exchange(v) for v in region.inputs]
         self._exchange = dict(zip(region.inputs, self.exchanges, strict=True))
-        super().__init__(region)
 
     def shape(self, value: Value) -> Sequence[int]:
         if value in self._exchange:
@@ -161,66 +217,32 @@ class _Tiles(Loop):
         return tuple(blocks[d].size if d in blocks else n for d, n in enumerate(value.aval.shape))
 
     def origin(self, value: Value, dim: int) -> np.ndarray | int:
-        split = self.region.split
+        axis, split = value.axes[dim], self.region.split
         if value in self._exchange:
             for halo in self._exchange[value].halos:
                 if halo.dim == dim:
-                    return halo.origins(split.get(value.axes[dim], 1))
+                    return halo.origins(1 if axis is None else split.get(axis, 1))
             return 0
         blocks = self.devices.blocks(value.aval.shape, value.axes)
-        if dim not in blocks:
+        if dim not in blocks or axis is None:
             return 0
         count = blocks[dim].devices
         starts = np.array([blocks[dim].start(i) for i in range(count)], np.int64)
-        return np.repeat(starts, split[value.axes[dim]] // count)
+        return np.repeat(starts, split[axis] // count)
 
-    def on_device(self, inputs, globals_, rows, wanted) -> tuple[list[Array], Any]:
-        states, remembered = self.accumulate(inputs, globals_, rows, wanted)
-        states = [
-            s if t.reduction is None else merged(t.reduction.reduction, s, self._reduced(t))
-            for t, s in zip(self.region.targets, states, strict=True)
-        ]
-        return self.finished(states, remembered)
+    def counted(self, target: Target, cotangent: Array) -> Array:
+        """What all devices along a mesh axis compute alike counts on the first of them."""
+        alike = self.names(a for a in self.region.split if a not in target.axes)
+        return first_only(cotangent, alike)
 
-    def _names(self, axes) -> list[str]:
+    def scan(self, body: Body, carry: Any, xs: Any) -> tuple[Any, Any]:
+        """Without a loop if there is but one tile."""
+        if len(jax.tree.leaves(xs)[0]) > 1:
+            return lax.scan(body, carry, xs)
+        carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda x: x[None], out)
+
+    def names(self, axes: Iterable[int]) -> list[str]:
+        """The mesh axes that tiled axes are distributed over."""
         names = [self.devices.names[a] for a in sorted(axes)]
         return [n for n in names if n is not None]
-
-    def _reduced(self, target) -> list[str]:
-        """The mesh axes that a target is reduced over."""
-        return self._names(a for a in target.axes if a not in target.result.axes)
-
-    def _alike(self, target) -> list[str]:
-        """The mesh axes along which all devices compute the same."""
-        return self._names(a for a in self.region.split if a not in target.axes)
-
-    def cotangent_shares(self, values, kept, remembered, cotangents, row) -> list[list[Array]]:
-        shares = super().cotangent_shares(values, kept, remembered, cotangents, row)
-        # What all devices along an axis compute alike counts once.
-        return [
-            [first_only(x, self._alike(t)) if x.dtype != jax.dtypes.float0 else x for x in share]
-            for t, share in zip(self.region.targets, shares, strict=True)
-        ]
-
-
-class _Kept(_Tiles):
-    """One tile per device, which keeps for its derivative what JAX keeps."""
-
-    recomputes = False
-
-    def on_device(self, inputs, globals_, rows, wanted) -> tuple[list[Array], Any]:
-        if wanted is None:
-            return super().on_device(inputs, globals_, rows, wanted)[0], ()
-        values, pull = self.tile(inputs, globals_, wanted, list(rows[0]))
-        return [v[0] for v in values], pull
-
-    def pull(self, inputs, globals_, kept, cotangents, wanted, rows):
-        row = list(rows[0])
-        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
-        sums = self._sums([self._aval(v) for v in self.region.inputs], globals_, wanted, 1, zeros)
-        values = [[self._aval(t.value)] for t in self.region.targets]
-        shares = self.cotangent_shares(values, (), (), cotangents, row)
-        return self._added(sums, kept(shares), wanted, row)
-
-    def _aval(self, value: Value) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape(value), value.aval.dtype)

@@ -31,9 +31,9 @@ from .._errors import TilingError, check_callable, describe, user_line
 from .._graph.build import build
 from .._graph.inline import any_call
 from .._graph.trace import Traced, trace
-from .._graph.values import Graph, Node, Value
+from .._graph.values import Graph, Node, Storage, Value
+from .._regions.grid import Tiles
 from .._regions.regions import Region, schedule
-from .._regions.targets import Tiles
 from .._regions.tile import lookup
 from .._rules import Equation
 from .ends import Sink, Source, all_of, dtype_of
@@ -122,7 +122,9 @@ class _Program:
                 names=traced.names,
             )
             self.held = _store_nothing(self.graph)
-            plan = schedule(self.graph, tiles, traced.rank)
+            outputs = {v for v in self.graph.outputs if v.node is not None}
+            stored: Storage = dict.fromkeys(self.held | outputs, "device")
+            plan = schedule(self.graph, stored, tiles, traced.rank)
         except TilingError as error:
             error.add_note("`jaxtile.stream` stores nothing: it has no `policy`")
             raise
@@ -209,10 +211,6 @@ def _store_nothing(graph: Graph) -> set[Value]:
             if array.tiled and not reduced(array) and not by_window:
                 _check_size(array, node)
                 held.add(array)
-    for node in graph.nodes:
-        for value in node.outputs:
-            value.stored = value in held
-            value.is_output = False
     copies: dict[Value, Value] = {}
     for value in graph.outputs:
         if value.array.tiled and not reduced(value.array) and value not in copies:
@@ -229,7 +227,7 @@ def _copy(graph: Graph, value: Value) -> Value:
         primitive=copy_p, params={}, in_avals=aval, in_axes=axes, out_avals=aval, out_axes=axes
     )
     node = Node(equation, (value,))
-    copy = Value(value.aval, value.axes, node=node, name=value.name, stored=True, is_output=True)
+    copy = Value(value.aval, value.axes, node=node, name=value.name)
     node.outputs = (copy,)
     graph.nodes.append(node)
     return copy

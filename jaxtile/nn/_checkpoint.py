@@ -48,7 +48,7 @@ def checkpoint(
     """
 
     check_callable(fun)
-    options = Options(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):

@@ -31,7 +31,7 @@ from ._named import resolve as resolve
 from ._outline import Choice as Choice
 from ._outline import Choices as Choices
 from ._outline import GraphPolicy as GraphPolicy
-from ._outline import Grid as Grid
+from ._outline import GridSpec as GridSpec
 from ._outline import Outline as Outline
 from ._outline import Part as Part
 from ._outline import outline as outline

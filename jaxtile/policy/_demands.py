@@ -11,10 +11,8 @@ import numpy as np
 from .._errors import Mixes, TilingError
 from .._geometry import Window
 from .._graph.values import Node, Value
-from .._graph.work import MOVEMENT
 from .._regions.tile import plan
-from .._rules import find
-from .._rules.elementwise import Elementwise
+from .._rules import traits
 
 
 class Demand(NamedTuple):
@@ -56,8 +54,7 @@ class Probe:
         axes = range(len(self.lengths))
         if not self.domain or not self.reads:
             return tuple((Demand(0, 0),) * len(axes) for _ in self.reads)
-        moves = MOVEMENT - {"name"}
-        if all(fuses(n) and n.equation.primitive.name not in moves for n in self.nodes):
+        if all(n.rule.by_position for n in self.nodes if n.tiled):
             return tuple(tuple(Demand(float(a in v.axes), 0) for a in axes) for v in self.reads)
         small = [_size(n) for n in self.lengths]
         large = [2 * _size(n) if n > 1 else 1 for n in self.lengths]
@@ -113,15 +110,12 @@ def _size(length: int) -> int:
     return next((n for n in (16, 8, 4, 2) if 8 * n <= length), 1)
 
 
-_FUSED = MOVEMENT | {"custom_jvp_call", "custom_vjp_call"}
-
-
 def fuses(node: Node) -> bool:
     """Can a compiler compute this as part of what reads it?"""
-    name = node.equation.primitive.name
-    return name in _FUSED or isinstance(find(node.equation.primitive), Elementwise)
+    return traits(node.equation.primitive).fuses or (node.tiled and node.rule.is_call)
 
 
 def works(node: Node) -> bool:
-    name = node.equation.primitive.name
-    return name in ("conv_general_dilated", "dot_general") or name.startswith("reduce_window")
+    """Is it worth storing what it computes?"""
+    kinds = ("convolution", "contraction", "max_pool", "window")
+    return traits(node.equation.primitive).kind in kinds

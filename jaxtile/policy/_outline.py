@@ -19,22 +19,23 @@ import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
 from .._graph.build import build
 from .._graph.operations import Operation, Operations, contract
 from .._graph.trace import Traced, trace
-from .._graph.values import Graph, Node, Value
-from .._regions.targets import Grid
+from .._graph.values import Graph, Node, Storage, Value
+from .._regions.grid import GridSpec
+from .._rules import traits
 from ._demands import Demands, Probe, fuses, works
 
 
 class Choice(NamedTuple):
     """What a policy does with one result: stores it, computed on this grid; perhaps on the host."""
 
-    grid: Grid
+    grid: GridSpec
     offload: bool = False
 
 
@@ -42,6 +43,7 @@ Choices = Mapping[str | EllipsisType, Choice]
 """Per stored result its choice; under the key `...`, the grid of everything else."""
 
 
+@runtime_checkable
 class GraphPolicy(Protocol):
     """A policy that sees the whole graph."""
 
@@ -204,15 +206,14 @@ def _held(graph: Graph) -> set[Value]:
     held = {v.array for v in graph.outputs}
     source: dict[Value, Value] = {}
     for node in graph.nodes:
-        # A name or a reshape is the same array.
-        same = node.equation.primitive.name in ("name", "reshape", "squeeze", "copy")
+        known = traits(node.equation.primitive)
         for value in node.outputs:
-            origin = node.inputs[0].array if same else value
+            origin = node.inputs[0].array if known.view else value
             source[value] = source.get(origin, origin)
         if not node.tiled or fuses(node):
             continue
         held.update(source[v] for v in node.outputs)
-        if not node.equation.primitive.name.startswith(("reduce_sum", "reduce_max", "reduce_min")):
+        if known.kind != "reduction":
             held.update(source.get(v.array, v.array) for v in node.inputs)
     return {source.get(v, v) for v in held}
 
@@ -243,15 +244,18 @@ def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
     return worth
 
 
-def apply(choices: Choices, values: Mapping[str, Value]) -> dict[Any, Grid]:
-    """Mark what is stored in the graph. Returns the grids, as `checkpoint` takes them."""
-    grids: dict[Any, Grid] = {}
+def apply(
+    choices: Choices, values: Mapping[str, Value]
+) -> tuple[Storage, dict[Value | EllipsisType, GridSpec]]:
+    """What a policy stores, and the grids as `jaxtile.checkpoint` takes them."""
+    stored: dict[Value, Literal["device", "host"]] = {}
+    grids: dict[Value | EllipsisType, GridSpec] = {}
     for name, choice in choices.items():
-        if name is ...:
+        if isinstance(name, EllipsisType):
             grids[...] = choice.grid
             continue
         value = values[name]
         if value.tiled and value.node is not None and value.node.reduction is None:
-            value.stored, value.offloaded = True, choice.offload
+            stored[value] = "host" if choice.offload else "device"
             grids[value] = choice.grid
-    return grids
+    return stored, grids
