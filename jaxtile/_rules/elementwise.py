@@ -22,7 +22,7 @@ from .registry import (
 def _register(
     primitives: str, **traits: Unpack[TraitWords]
 ) -> Callable[[type[Elementwise]], type[Elementwise]]:
-    """Register these words; where no kind of work is said, it is elementwise."""
+    """Register the primitives that a string lists. Their kind of work is elementwise if not said."""
     words: TraitWords = {"kind": "elementwise", **traits}
     return register(*primitives.split(), **words)
 

@@ -295,14 +295,14 @@ def register(
 
     All of them have these traits. Where some have others, decorate the class again.
     """
+    known = Traits(**traits)
 
     def decorate(cls: type[_Rule]) -> type[_Rule]:
         rule = cls()
         for name in primitives:
             if name in _RULES:
                 raise ValueError(f"primitive {name!r} has a rule already")
-            _RULES[name] = rule
-        register_traits(*primitives, **traits)
+            _RULES[name], _TRAITS[name] = rule, known
         return cls
 
     return decorate
@@ -319,7 +319,7 @@ def find(primitive: Any) -> Rule | None:
 
 
 def traits(primitive: Any) -> Traits:
-    """The traits of a primitive; of one that is not registered, those of which nothing is known."""
+    """The traits of a primitive. One that is not registered has the defaults."""
     return _TRAITS.get(primitive.name, _UNKNOWN)
 
 
