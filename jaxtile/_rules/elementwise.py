@@ -22,7 +22,7 @@ from .registry import (
 def _register(
     primitives: str, **traits: Unpack[TraitWords]
 ) -> Callable[[type[Elementwise]], type[Elementwise]]:
-    """Register the primitives that a string lists. Their kind of work is elementwise if not said."""
+    """Register the primitives in a string; their kind is elementwise where none is said."""
     words: TraitWords = {"kind": "elementwise", **traits}
     return register(*primitives.split(), **words)
 
