@@ -1,10 +1,11 @@
 """Intervals, tiles and windows along one axis.
 
-Everything here is integer arithmetic on half-open intervals. A convolution or pool with kernel `k`,
-dilation `d`, stride `s`, base dilation `b` (zeros between inputs, as in a transposed convolution)
-and `p` positions of padding before the first input reads, for outputs `[lo, hi)`, the positions
-`[lo*s - p, (hi-1)*s - p + (k-1)*d + 1)` of the dilated input. That is the *demand*. The *reach* is
-the converse: the outputs that read at least one of the inputs `[lo, hi)`.
+Everything here is integer arithmetic on half-open intervals.
+
+To produce the outputs `[lo, hi)`, a convolution or pool reads an interval of the input: its
+*demand*. With kernel `k`, dilation `d`, stride `s`, `p` positions of padding before the first
+input, and base dilation `b` (zeros between inputs, as in a transposed convolution), it reads the
+positions `[lo*s - p, (hi-1)*s - p + (k-1)*d + 1)` of the dilated input.
 
 A tile loop needs one interval per tile, all of one size, because the tiles share one compiled
 program: a `Window`. Windows never leave the array. Where a demand sticks out over the border the
@@ -18,8 +19,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
+
+Position = TypeVar("Position", int, np.ndarray)
+"""One position, or one per tile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +36,6 @@ class Stencil:
     (-1, 5)
     >>> Stencil(kernel=2, stride=2).demand(1, 3)
     (2, 6)
-    >>> Stencil(kernel=2, stride=2).reach(3, 5)
-    (1, 3)
     """
 
     kernel: int
@@ -45,7 +49,7 @@ class Stencil:
         """Input positions between the first and the last that one output reads, both included."""
         return (self.kernel - 1) * self.dilation + 1
 
-    def demand(self, lo, hi):
+    def demand(self, lo: Position, hi: Position) -> tuple[Position, Position]:
         """The inputs `[lo, hi)` that outputs `[lo, hi)` read.
 
         Unclipped. Works on integers and on arrays.
@@ -53,21 +57,6 @@ class Stencil:
         first = lo * self.stride - self.before
         last = (hi - 1) * self.stride - self.before + self.extent - 1
         return -(-first // self.base_dilation), last // self.base_dilation + 1
-
-    def reach(self, lo, hi):
-        """The outputs that read at least one of the inputs `[lo, hi)`; unclipped."""
-        first = lo * self.base_dilation + self.before - (self.extent - 1)
-        last = (hi - 1) * self.base_dilation + self.before
-        return -(-first // self.stride), last // self.stride + 1
-
-
-def clip(lo, hi, length):
-    """`[lo, hi)` inside `[0, length)`, and how far it stuck out before and after.
-
-    >>> clip(-1, 5, 16)
-    (0, 5, 1, 0)
-    """
-    return max(lo, 0), min(hi, length), max(-lo, 0), max(hi - length, 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +74,7 @@ class Window:
     def stops(self) -> np.ndarray:
         return self.starts + self.size
 
-    def moved(self, starts, size: int) -> Window:
+    def moved(self, starts: npt.ArrayLike, size: int) -> Window:
         """A window of the same axis at other positions.
 
         A scalar start means the same for every tile.

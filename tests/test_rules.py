@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 
 import jaxtile
@@ -381,12 +382,150 @@ def test_inputs_of_different_resolution():
     assert_same(fun, *args, in_axes=(None, (1, 2), (1, 2), (1, 2)), tiles=(3, 4))
 
 
+def primitives():
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax")]
+    return {v.name: v for m in modules for v in vars(m).values() if isinstance(v, Primitive)}
+
+
 def test_every_rule_is_that_of_a_primitive():
     """A misspelt name would be a rule that nothing reaches."""
     only_in_newer_versions = {"log2", "one_minus_square", "polynomial"}
-    modules = [m for name, m in list(sys.modules.items()) if name.startswith("jax")]
-    primitives = {v.name for m in modules for v in vars(m).values() if isinstance(v, Primitive)}
-    assert set(rules.names()) - primitives <= only_in_newer_versions
+    assert set(rules.names()) - set(primitives()) <= only_in_newer_versions
+
+
+A, B, POINT = normal(10, 3, 4), normal(11, 3, 4), normal(12)
+KERNEL, ROWS = normal(13, 2, 3, 1, 1), normal(14, 4, 2)
+COMPLEX, MASK = lax.complex(A, B), normal(15, 3, 4) > 0
+FIRST_COLUMN = lax.GatherDimensionNumbers((0,), (1,), (1,))
+HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+APPLIED = {
+    "add": (lax.add, A, B),
+    "add_any": (lambda x, y: primitives()["add_any"].bind(x, y), A, B),
+    "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (2, 3, 4), (1, 2)), A),
+    "complex": (lax.complex, A, B),
+    "concatenate": (lambda x, y: lax.concatenate([x, y], 0), A, B),
+    "conj": (lax.conj, COMPLEX),
+    "conv_general_dilated": (lambda x, w: conv(x, w), A[None, :, :, None], KERNEL),
+    "convert_element_type": (lambda x: lax.convert_element_type(x, complex), A),
+    "copy": (lambda x: primitives()["copy"].bind(x), A),
+    "cumsum": (lax.cumsum, A),
+    "device_put": (jax.device_put, A),
+    "div": (lax.div, A, B),
+    "dot_general": (lambda x, y: lax.dot_general(x, y, (((1,), (0,)), ((), ()))), A, ROWS),
+    "dynamic_slice": (
+        lambda x, i, j: lax.dynamic_slice_p.bind(x, i, j, slice_sizes=(2, 2)),
+        A,
+        jnp.int32(1),
+        jnp.int32(2),
+    ),
+    "gather": (lambda x, i: lax.gather(x, i, FIRST_COLUMN, (3, 1)), A, np.array([[2], [0]])),
+    "imag": (lax.imag, COMPLEX),
+    "mul": (lax.mul, A, B),
+    "name": (lambda x: checkpoint_name(x, "a name"), A),
+    "neg": (lax.neg, A),
+    "optimization_barrier": (lambda x, y: lax.optimization_barrier((x, y)), A, B),
+    "pad": (lambda x, value: lax.pad(x, value, ((1, 0, 2), (0, -1, 0))), A, POINT),
+    "real": (lax.real, COMPLEX),
+    "reduce_precision": (lambda x: lax.reduce_precision(x, 11, 52), A),
+    "reduce_sum": (lambda x: lax.reduce(x, 0.0, lax.add, (1,)), A),
+    "reduce_window_sum": (
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 2), (1, 2), "SAME"),
+        A,
+    ),
+    "reshape": (lambda x: lax.reshape(x, (2, 6)), A),
+    "rev": (lambda x: lax.rev(x, (1,)), A),
+    "select_n": (lax.select_n, MASK, A, B),
+    "sharding_constraint": (lambda x: lax.with_sharding_constraint(x, HERE), A),
+    "slice": (lambda x: lax.slice(x, (0, 1), (3, 4), (2, 1)), A),
+    "split": (lambda x: lax.split(x, (1, 3), 1), A),
+    "squeeze": (lambda x: lax.squeeze(x, (0,)), A[None]),
+    "stack": (lambda x, y: primitives()["stack"].bind(x, y, axis=1), A, B),
+    "sub": (lax.sub, A, B),
+    "tile": (lambda x: lax.tile(x, (2, 1)), A),
+    "transpose": (lambda x: lax.transpose(x, (1, 0)), A),
+    "unstack": (lambda x: primitives()["unstack"].bind(x, axis=1), A),
+}
+"""Every primitive that is declared linear, applied to small arrays."""
+
+
+def is_linear(linear, fun, *operands):
+    """Is `fun(2 a - 3 b) = 2 fun(a) - 3 fun(b)` in the operands that the trait speaks of?"""
+    count = len(operands)
+    groups = {
+        "sum": [range(count)],
+        "product": [[0], [1]],
+        "first": [[0]],
+        "cases": [range(1, count)],
+    }
+    for group in groups[linear]:
+        other = [jnp.flip(x) + 0.5 if i in group else x for i, x in enumerate(operands)]
+        both = [
+            2 * x - 3 * y if i in group else x
+            for i, (x, y) in enumerate(zip(operands, other, strict=True))
+        ]
+        of_both, of_first, of_other = (
+            jax.tree.leaves(fun(*given)) for given in (both, operands, other)
+        )
+        for got, x, y in zip(of_both, of_first, of_other, strict=True):
+            if not np.allclose(got, 2 * x - 3 * y, rtol=1e-12, atol=1e-12):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("name", APPLIED)
+def test_traits_of(name):
+    fun, *operands = APPLIED[name]
+    (eqn,) = jax.make_jaxpr(fun)(*operands).eqns
+    traits = rules.traits(eqn.primitive)
+    assert eqn.primitive.name == name
+    assert is_linear(traits.linear, fun, *operands)
+    if traits.view:
+        for x, out in zip(operands, jax.tree.leaves(fun(*operands)), strict=True):
+            np.testing.assert_array_equal(x.ravel(), out.ravel())
+
+
+READ_THEIR_RESULT = ["cbrt", "exp", "logistic", "rsqrt", "sqrt", "tanh"]
+
+
+def test_traits_are_declared_where_they_can_be_tested():
+    found = {name: rules.traits(p) for name, p in primitives().items() if name in rules.names()}
+    assert {name for name, traits in found.items() if traits.linear} == set(APPLIED)
+    in_some_versions = {"max", "min"}
+    read = {name for name, traits in found.items() if traits.reads_result}
+    assert read == {*READ_THEIR_RESULT, *in_some_versions}
+    calls = {"call_hi_primitive", "custom_jvp_call", "custom_vjp_call"}
+    assert {name for name, traits in found.items() if traits.kind == "other"} == calls
+    assert all(traits.fuses for traits in found.values() if traits.view or traits.free)
+
+
+@pytest.mark.parametrize(
+    "linear, fun, operands",
+    [
+        ("sum", lax.exp, (A,)),
+        ("sum", lax.mul, (A, B)),
+        ("sum", lambda x: lax.add(x, 1.0), (A,)),
+        ("product", lax.add, (A, B)),
+        ("product", lax.div, (A, B)),
+        ("first", lax.sub, (A, B)),
+        ("cases", lax.clamp, (A, B, A + 1)),
+    ],
+)
+def test_what_is_not_linear_is_found(linear, fun, operands):
+    assert not is_linear(linear, fun, *operands)
+
+
+@pytest.mark.parametrize("name", READ_THEIR_RESULT)
+def test_derivatives_that_read_the_result(name):
+    fun = getattr(lax, name)
+    derivative = jax.make_jaxpr(lambda x: jax.jvp(fun, (x,), (x,))[1])(1.5)
+    first, *rest = derivative.eqns
+    assert rules.traits(first.primitive).reads_result
+    assert any(first.outvars[0] in eqn.invars for eqn in rest)
+
+
+def test_a_misspelt_trait_is_refused():
+    with pytest.raises(TypeError, match="liner"):
+        rules.register("a_primitive", liner="sum")
 
 
 def placed(x, w):

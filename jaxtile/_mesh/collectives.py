@@ -21,18 +21,14 @@ from jax import lax
 
 from .._geometry import Window, owned, partition
 from .._graph.values import Node
-from .._rules import Need, Reduction, Step, Windows
+from .._rules import Masks, Need, Reduction, State, Step, Windows
 from .._rules.reductions import accumulation_dtype, masked
 from .devices import Devices
 
 Array = jax.Array
-Masks = Sequence[Array | None]
-"""Per operand, which elements of a device's part no other device has as well; None: all."""
 
 
-def merged(
-    reduction: Reduction, state: tuple[Array, ...], names: Sequence[str]
-) -> tuple[Array, ...]:
+def merged(reduction: Reduction, state: State, names: Sequence[str]) -> State:
     """The state over all devices along these mesh axes, the same bits on each of them."""
     if not names:
         return state

@@ -14,9 +14,11 @@ from . import shape as shape
 from . import windowed as windowed
 from .registry import Axes as Axes
 from .registry import Equation as Equation
+from .registry import Masks as Masks
 from .registry import Need as Need
 from .registry import Reduction as Reduction
 from .registry import Rule as Rule
+from .registry import State as State
 from .registry import Step as Step
 from .registry import Traits as Traits
 from .registry import Windows as Windows

@@ -15,7 +15,20 @@ import numpy as np
 from .._errors import Mixes
 from .._geometry import Window
 from .reductions import Sum, accumulation_dtype, masked
-from .registry import Equation, Need, Reduction, Rule, Step, Windows, merge, register
+from .registry import (
+    Axes,
+    Equation,
+    Masks,
+    Need,
+    Reduction,
+    Rule,
+    State,
+    Step,
+    Windows,
+    merge,
+    register,
+    sole,
+)
 
 
 @register("dot_general", kind="contraction", linear="product")
@@ -27,7 +40,7 @@ class DotGeneral(Rule):
     its columns is zero but for a short band, so an output window needs a window of the input only.
     """
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         _, batch = eqn.params["dimension_numbers"]
         in_axes = [list(axes) for axes in eqn.in_axes]
         for left, right in zip(*batch, strict=True):
@@ -38,7 +51,7 @@ class DotGeneral(Rule):
         banded = _banded(eqn)
         if banded is None:
             contract, _ = eqn.params["dimension_numbers"]
-            summed = set()
+            summed: set[int | None] = set()
             for left, right in zip(*contract, strict=True):
                 (axis,) = merge(eqn.primitive, [(eqn.in_axes[0][left],), (eqn.in_axes[1][right],)])
                 in_axes[0][left] = in_axes[1][right] = axis
@@ -52,7 +65,7 @@ class DotGeneral(Rule):
         for side in (0, 1):
             out += [in_axes[side][d] for d in free[side]]
         if banded is not None:
-            weights, axis = banded
+            weights, axis, _ = banded
             out[len(batch[0]) + (len(free[0]) if weights == 1 else 0)] = axis
         return [tuple(a) for a in in_axes], [merge(eqn.primitive, [tuple(out)])]
 
@@ -61,8 +74,8 @@ class DotGeneral(Rule):
         summed = any(eqn.in_axes[0][d] is not None for d in contract[0])
         return Contraction(eqn) if summed and _banded(eqn) is None else None
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,) = windows
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window = sole(windows)
         batch = eqn.params["dimension_numbers"][1]
         needs: list[Windows] = [{}, {}]
         out = 0
@@ -80,21 +93,19 @@ class DotGeneral(Rule):
         if banded is None:
             return Step([Need(needs[0]), Need(needs[1])], lambda scalars, x, y: eqn.bind(x, y))
 
-        weights, _ = banded
+        weights, _, matrix = banded
         needs[weights] = {}
         other = 1 - weights
         (contracted,), (along,) = eqn.params["dimension_numbers"][0][other], _free(eqn, weights)
         out = len(batch[0]) + (len(_free(eqn, 0)) if weights == 1 else 0)
-        matrix = eqn.constant(weights)
-        matrix = matrix if along == 1 else matrix.T
-        needs[other][contracted], blocks = _band(matrix, window[out])
+        needs[other][contracted], blocks = _band(matrix if along == 1 else matrix.T, window[out])
         tile = window[out].moved(np.arange(len(blocks)), 1)
 
-        def evaluate(scalars, *operands):
+        def evaluate(scalars: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
             block = jnp.asarray(blocks)[scalars[0]]
-            operands = list(operands)
-            operands[weights] = block if along == 1 else block.T
-            return eqn.bind(*operands)
+            local = list(operands)
+            local[weights] = block if along == 1 else block.T
+            return eqn.bind(*local)
 
         return Step(
             [Need(n) if s == other else None for s, n in enumerate(needs)],
@@ -106,17 +117,25 @@ class DotGeneral(Rule):
 class Contraction(Sum):
     """A sum over positions of products: each tile's own product, added up."""
 
-    def partial(self, operands, owned):
+    def partial(self, operands: Sequence[jax.Array], owned: Masks) -> State:
         x, y = (masked(x, mask, 0) for x, mask in zip(operands, owned, strict=True))
         dtype = accumulation_dtype(self.eqn.out_avals[0].dtype)
         return tuple(self.eqn.bind(x, y, preferred_element_type=dtype))
 
-    def pullback(self, operands, owned, remembered, state, cotangent):
+    def pullback(
+        self,
+        operands: Sequence[jax.Array],
+        owned: Masks,
+        remembered: State,
+        state: State,
+        cotangent: jax.Array,
+    ) -> Sequence[jax.Array]:
         (value,), pull = jax.vjp(lambda *x: self.partial(x, owned), *operands)
         return pull((cotangent.astype(value.dtype),))
 
 
 def _free(eqn: Equation, side: int) -> list[int]:
+    """The dimensions of one operand that are neither summed over nor shared with the other."""
     contract, batch = eqn.params["dimension_numbers"]
     return [
         d
@@ -125,21 +144,24 @@ def _free(eqn: Equation, side: int) -> list[int]:
     ]
 
 
-def _banded(eqn: Equation) -> tuple[int, int] | None:
-    """The operand that is a constant matrix along a tiled axis of the other, and that axis."""
+def _banded(eqn: Equation) -> tuple[int, int, np.ndarray] | None:
+    """The operand that is a constant matrix along a tiled axis of the other, that axis, and the
+    matrix.
+    """
     contract, batch = eqn.params["dimension_numbers"]
     tiled = [
-        (side, eqn.in_axes[side][d])
+        (side, axis)
         for side in (0, 1)
         for d in contract[side]
-        if eqn.in_axes[side][d] is not None
+        if (axis := eqn.in_axes[side][d]) is not None
     ]
     if len(tiled) != 1:
         return None
     ((side, axis),) = tiled
     weights = 1 - side
-    matrix = len(eqn.in_avals[weights].shape) == 2 and len(contract[0]) == 1 and not batch[0]
-    return (weights, axis) if matrix and eqn.constant(weights) is not None else None
+    is_matrix = len(eqn.in_avals[weights].shape) == 2 and len(contract[0]) == 1 and not batch[0]
+    matrix = eqn.constant(weights) if is_matrix else None
+    return None if matrix is None else (weights, axis, matrix)
 
 
 def _band(matrix: np.ndarray, window: Window) -> tuple[Window, np.ndarray]:

@@ -45,27 +45,27 @@ def _convolve(call: tuple, lhs: Array, rhs: Array) -> Array:
     return lax.platform_dependent(lhs, rhs, cpu=in_order, default=as_given)
 
 
-def _forward(call, lhs, rhs):
+def _forward(call: tuple, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
     # JAX forwards residuals that are operands, and in a third derivative it takes the wrong ones.
     # A copy is no operation in the compiled program.
     return _convolve(call, lhs, rhs), (copy_p.bind(lhs), copy_p.bind(rhs))
 
 
-def _backward(call, residuals, cotangent):
+def _backward(call: tuple, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     in_loop, *items = call
     params = dict(items)
     conv = functools.partial(_as_given, params)
 
-    def of_image(lhs, rhs, cotangent):
+    def of_image(lhs: Array, rhs: Array, cotangent: Array) -> Array:
         return jax.linear_transpose(lambda x: conv(x, rhs), lhs)(cotangent)[0]
 
-    def of_kernel(lhs, rhs, cotangent):
+    def of_kernel(lhs: Array, rhs: Array, cotangent: Array) -> Array:
         return jax.linear_transpose(lambda w: conv(lhs, w), rhs)(cotangent)[0]
 
-    def gradients(lhs, rhs, cotangent):
+    def gradients(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
         return of_image(lhs, rhs, cotangent), of_kernel(lhs, rhs, cotangent)
 
-    def with_strided(lhs, rhs, cotangent):
+    def with_strided(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
         return of_image(lhs, rhs, cotangent), _of_strided_kernel(params, lhs, rhs, cotangent)
 
     return lax.platform_dependent(
@@ -79,18 +79,21 @@ def _backward(call, residuals, cotangent):
 _convolve.defvjp(_forward, _backward)
 
 
-def _as_given(params, lhs, rhs):
+def _as_given(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    """JAX's own convolution."""
     return conv_general_dilated_p.bind(lhs, rhs, **params)
 
 
-def _is_transposed(params) -> bool:
+def _is_transposed(params: Mapping[str, Any]) -> bool:
     """Is it the gradient of a strided convolution?"""
     others = (*params["window_strides"], *params["rhs_dilation"])
     groups = params["feature_group_count"], params["batch_group_count"]
     return {*others, *groups} == {1} and any(d > 1 for d in params["lhs_dilation"])
 
 
-def _of_strided_kernel(params, lhs, rhs, cotangent):
+def _of_strided_kernel(
+    params: Mapping[str, Any], lhs: Array, rhs: Array, cotangent: Array
+) -> Array:
     """The kernel's gradient, by the strided convolution that takes `cotangent` to `lhs`.
 
     With the image dilated by d and padded by p, `y[i] = sum_k x[(i + k - p) / d] w[k]`, so
@@ -115,7 +118,7 @@ def _of_strided_kernel(params, lhs, rhs, cotangent):
     return lax.rev(transposed(lhs)[0], tuple(space))
 
 
-def _in_order(params, lhs, rhs):
+def _in_order(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     """The same convolution with operands as (batch, space, feature) and (space, in, out)."""
     dims = params["dimension_numbers"]
     rank = lhs.ndim
@@ -133,12 +136,12 @@ def _in_order(params, lhs, rhs):
 def _reordered(fun: Callable[..., Any]) -> Callable[..., Any]:
     """`fun` with every convolution that it traces to replaced by one in order."""
 
-    def run(*args):
+    def run(*args: Array) -> Any:
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
         env = dict(zip(closed.jaxpr.invars, args, strict=True))
         env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
-        def read(var):
+        def read(var: Any) -> Any:
             return var.val if isinstance(var, Literal) else env[var]
 
         for eqn in closed.jaxpr.eqns:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
-from .registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, register
+from .registry import (
+    Axes,
+    Equation,
+    Need,
+    Rule,
+    Step,
+    TraitWords,
+    Windows,
+    joint,
+    merge,
+    register,
+)
 
 
-def _register(primitives: str, **traits: Any) -> Callable[[type], type]:
-    return register(*primitives.split(), **({"kind": "elementwise"} | traits))
+def _register(
+    primitives: str, **traits: Unpack[TraitWords]
+) -> Callable[[type[Elementwise]], type[Elementwise]]:
+    """Register the primitives in a string; their kind is elementwise where none is said."""
+    words: TraitWords = {"kind": "elementwise", **traits}
+    return register(*primitives.split(), **words)
 
 
 @_register(
@@ -37,14 +52,14 @@ class Elementwise(Rule):
 
     by_position = True
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         out = merge(eqn.primitive, [_contribution(eqn, i) for i in range(len(eqn.in_avals))])
         return _operand_axes(eqn, out), (out,) * len(eqn.out_avals)
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         return _operand_axes(eqn, out_axes)
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         window = joint(eqn, windows)
         needs = [
             Need(_repeated(aval, axes, window))
@@ -81,7 +96,7 @@ def _operand_axes(eqn: Equation, out: Axes) -> list[Axes]:
     ]
 
 
-def _repeated(aval, axes: Axes, out: Windows) -> Windows:
+def _repeated(aval: Any, axes: Axes, out: Windows) -> Windows:
     """The windows of an operand; of a dimension of size 1 that is repeated, the whole."""
     return {
         d: w for d, w in out.items() if aval.shape and axes[d] is not None and aval.shape[d] > 1

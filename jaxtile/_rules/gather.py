@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from .._errors import Mixes
-from .registry import Equation, Need, Rule, Step, Windows, merge, register
+from .registry import Axes, Equation, Need, Rule, Step, Windows, merge, register, sole
 from .shape import local_shape
 
 
@@ -20,7 +21,7 @@ from .shape import local_shape
 class Gather(Rule):
     """Tiled dimensions may be batched, taken whole, or (one of them) indexed by constants."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         dims = eqn.params["dimension_numbers"]
         operand, indices = (list(axes) for axes in eqn.in_axes)
         if indices and indices[-1] is not None:
@@ -46,14 +47,15 @@ class Gather(Rule):
             out[next(iter(_batch_dims(eqn)))] = operand[fixed]
         return [tuple(operand), tuple(indices)], [merge(eqn.primitive, [tuple(out)])]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,), dims, fixed = windows, eqn.params["dimension_numbers"], _fixed(eqn)
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, dims = sole(windows), eqn.params["dimension_numbers"]
+        fixed, constants = _fixed(eqn), eqn.constant(1)
         operand = {d: window[o] for o, d in _window_dims(eqn).items() if o in window}
         indices = {i: window[o] for o, i in _batch_dims(eqn).items() if o in window}
         for o, i in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
             if i in indices:
                 operand[o] = indices[i]
-        if fixed is None:
+        if fixed is None or constants is None:
             sizes = local_shape(
                 eqn.params["slice_sizes"],
                 {d: w for d, w in operand.items() if d in _window_dims(eqn).values()},
@@ -65,18 +67,19 @@ class Gather(Rule):
 
         (along,) = (o for o in _batch_dims(eqn))
         tiles = window[along]
-        index = np.clip(eqn.constant(1)[:, 0].astype(np.int64), 0, eqn.in_avals[0].shape[fixed] - 1)
+        length = eqn.in_avals[0].shape[fixed]
+        index = np.clip(constants[:, 0].astype(np.int64), 0, length - 1)
         wanted = np.stack([index[start : start + tiles.size] for start in tiles.starts])
         lo = wanted.min(axis=1)
-        size = int((wanted.max(axis=1) + 1 - lo).max())
-        lo = np.minimum(lo, eqn.in_avals[0].shape[fixed] - size)
+        size = int(np.max(wanted.max(axis=1) + 1 - lo))
+        lo = np.minimum(lo, length - size)
         operand[fixed] = tiles.moved(lo, size)
         table = (wanted - lo[:, None]).astype(np.int32)[..., None]
         sizes = local_shape(
             eqn.params["slice_sizes"], {d: w for d, w in operand.items() if d != fixed}
         )
 
-        def evaluate(scalars, x, _):
+        def evaluate(scalars: Sequence[jax.Array], x: jax.Array, _: jax.Array) -> list[jax.Array]:
             local = jnp.asarray(table)[scalars[0]]
             return eqn.bind(
                 x, local, slice_sizes=sizes, mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -110,9 +113,9 @@ def _fixed(eqn: Equation) -> int | None:
     if len(dims.start_index_map) != 1 or len(eqn.in_avals[1].shape) != 2:
         return None
     (d,) = dims.start_index_map
-    if eqn.in_axes[0][d] is None or d not in dims.collapsed_slice_dims or eqn.constant(1) is None:
-        return None
     index, length = eqn.constant(1), eqn.in_avals[0].shape[d]
+    if eqn.in_axes[0][d] is None or d not in dims.collapsed_slice_dims or index is None:
+        return None
     outside = (index < 0) | (index >= length)
     if eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP and outside.any():
         raise Mixes(f"`gather` along tiled dimension {d} reads outside the array")

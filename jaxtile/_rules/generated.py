@@ -25,6 +25,7 @@ from .registry import (
     Windows,
     register,
     register_traits,
+    sole,
     untiled,
 )
 from .shape import coordinates, local_shape
@@ -34,18 +35,18 @@ register_traits("random_wrap", "random_unwrap", kind="movement")
 
 @register("iota", kind="movement")
 class Iota(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return [], [untiled(eqn.out_avals[0])]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         return []
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,), dim = windows, eqn.params["dimension"]
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, dim = sole(windows), eqn.params["dimension"]
         shape, dtype = local_shape(eqn.params["shape"], window), eqn.params["dtype"]
         along = [window[dim]] if dim in window else []
 
-        def evaluate(scalars):
+        def evaluate(scalars: Sequence[jax.Array]) -> list[jax.Array]:
             position = coordinates(scalars[0] if along else 0, shape, dim)
             return [position.astype(dtype)]
 
@@ -54,26 +55,25 @@ class Iota(Rule):
 
 @register("random_bits", kind="random")
 class RandomBits(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         keys = eqn.in_axes[0]
         return [keys], [(*keys, *(None,) * len(eqn.params["shape"]))]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
-        threefry = (
-            str(eqn.in_avals[0].dtype) == "key<fry>" and jax.config.jax_threefry_partitionable
-        )
-        if not threefry or math.prod(eqn.params["shape"]) >= 2**32:
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
+        threefry = str(eqn.in_avals[0].dtype) == "key<fry>"
+        by_position = threefry and jax.threefry_partitionable.value
+        if not by_position or math.prod(eqn.params["shape"]) >= 2**32:
             return None
         return [out_axes[: len(eqn.in_avals[0].shape)]]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,), rank, full = windows, len(eqn.in_avals[0].shape), eqn.params["shape"]
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, rank, full = sole(windows), len(eqn.in_avals[0].shape), eqn.params["shape"]
         keys = {d: w for d, w in window.items() if d < rank}
         drawn = {d - rank: w for d, w in window.items() if d >= rank}
         shape = local_shape(full, drawn)
         width = eqn.params["bit_width"]
 
-        def evaluate(scalars, key):
+        def evaluate(scalars: Sequence[jax.Array], key: jax.Array) -> list[jax.Array]:
             starts = dict(zip(drawn, scalars, strict=True))
             counter = jnp.zeros(shape, np.uint32)
             for d in range(len(full)):

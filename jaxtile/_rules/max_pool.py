@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,11 +46,11 @@ def _pool(call: tuple, x: Array) -> Array:
     return primitive.bind(x, **dict(params))
 
 
-def _forward(call: tuple, x: Array):
+def _forward(call: tuple, x: Array) -> tuple[Array, Array]:
     return _pool(call, x), x
 
 
-def _backward(call: tuple, x: Array, cotangent: Array):
+def _backward(call: tuple, x: Array, cotangent: Array) -> tuple[Array]:
     primitive, *params = call
 
     def scattered(x: Array, cotangent: Array) -> Array:
@@ -76,16 +77,19 @@ def _summed(primitive: Any, params: Mapping[str, Any], x: Array, cotangent: Arra
     ]
     values = [lax.slice(padded, at, end, strides) for at, end in zip(offsets, ends, strict=True)]
     chosen = _chosen(values, lax.ge if is_max else lax.le)
-    total = None
-    for i, (at, end) in enumerate(zip(offsets, ends, strict=True)):
-        part = lax.select(chosen == i, cotangent, jnp.zeros_like(cotangent))
+
+    def part(i: int) -> Array:
+        """The cotangents of the windows that chose their position `i`, at that position."""
+        mine = lax.select(chosen == i, cotangent, jnp.zeros_like(cotangent))
         around = [
             (a - low, n + low - e, stride - 1)
-            for a, e, n, (low, _), stride in zip(at, end, x.shape, padding, strides, strict=True)
+            for a, e, n, (low, _), stride in zip(
+                offsets[i], ends[i], x.shape, padding, strides, strict=True
+            )
         ]
-        part = lax.pad(part, np.zeros((), part.dtype), around)
-        total = part if total is None else total + part
-    return total
+        return lax.pad(mine, np.zeros((), mine.dtype), around)
+
+    return functools.reduce(operator.add, map(part, range(len(offsets))))
 
 
 def _chosen(values: list[Array], keeps: Callable[[Array, Array], Array]) -> Array:

@@ -7,7 +7,7 @@ what it is given is stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._errors import Mixes
@@ -29,7 +29,7 @@ class Placement(Elementwise):
         several = ("devices", "srcs", "copy_semantics")
         return {k: (v[operand],) if k in several else v for k, v in params.items()}
 
-    def axes(self, eqn: Equation) -> tuple[list[Axes], list[Axes]]:
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         if eqn.inside and self.runs_whole(eqn) is not None:
             raise Mixes(f"`{eqn.primitive.name}` says where the whole array is to lie")
         return super().axes(eqn)

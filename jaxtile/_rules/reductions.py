@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,24 @@ import numpy as np
 from jax import lax
 
 from .._errors import Mixes
-from .registry import Equation, Need, Reduction, Rule, Step, Windows, forbid, joint, register
+from .registry import (
+    Axes,
+    Equation,
+    Masks,
+    Need,
+    Reduction,
+    Rule,
+    State,
+    Step,
+    Windows,
+    forbid,
+    joint,
+    register,
+    sole,
+)
 
 
-def accumulation_dtype(dtype) -> np.dtype:
+def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     """Sums over tiles of narrow floats are accumulated in float32."""
     return (
         np.dtype(np.float32)
@@ -39,7 +54,7 @@ def accumulation_dtype(dtype) -> np.dtype:
     kind="reduction",
 )
 class Reduce(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         kept = _kept(eqn)
         over = [d for d, a in enumerate(eqn.in_axes[0]) if a is not None and d not in kept]
         if over and eqn.primitive.name not in _REDUCTIONS:
@@ -49,11 +64,10 @@ class Reduce(Rule):
             )
         return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in kept)]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         kept = _kept(eqn)
-        return Step(
-            [Need({kept[o]: w for o, w in windows[0].items()})], lambda scalars, x: eqn.bind(x)
-        )
+        need = Need({kept[o]: w for o, w in sole(windows).items()})
+        return Step([need], lambda scalars, x: eqn.bind(x))
 
     def reduction(self, eqn: Equation) -> Reduction | None:
         kept = _kept(eqn)
@@ -66,7 +80,7 @@ class Reduce(Rule):
 class GeneralReduce(Rule):
     """A reduction with a user's own function."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         count = len(eqn.in_avals) // 2
         for i in range(count):
             forbid(eqn, i, eqn.params["dimensions"], "reduces with a function of the user's own")
@@ -99,7 +113,7 @@ class GeneralReduce(Rule):
 class Along(Rule):
     """Works along one dimension, which must not be tiled, and independently in all others."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         params = eqn.params
         dim = params.get("dimension", params.get("axis", params.get("reduction_dimension", -1)))
         axes = eqn.in_axes[0]
@@ -121,14 +135,16 @@ class Along(Rule):
 
 
 def _kept(eqn: Equation) -> list[int]:
+    """The dimensions of the operand that the result has too."""
     return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["axes"]]
 
 
-def masked(x, owned, value):
+def masked(x: jax.Array, owned: jax.Array | None, value: Any) -> jax.Array:
+    """`x` where an element is one's own, `value` elsewhere."""
     return x if owned is None else jnp.where(owned, x, value)
 
 
-def _spread(x, eqn: Equation, shape):
+def _spread(x: jax.Array, eqn: Equation, shape: Sequence[int]) -> jax.Array:
     """A result, repeated over the reduced dimensions of one tile."""
     return lax.broadcast_in_dim(x, shape, _kept(eqn))
 
@@ -138,26 +154,30 @@ class Sum(Reduction):
     eqn: Equation
     adds = True
 
-    def start(self):
+    def start(self) -> State:
         aval = self.eqn.out_avals[0]
         return (jnp.zeros(aval.shape, accumulation_dtype(aval.dtype)),)
 
-    def partial(self, operands, owned):
-        (operand,), (owned,) = operands, owned
+    def partial(self, operands: Sequence[jax.Array], owned: Masks) -> State:
+        (operand,), (mine,) = operands, owned
         dtype = accumulation_dtype(operand.dtype)
-        return (
-            jnp.sum(
-                masked(operand, owned, 0).astype(dtype), axis=self.eqn.params["axes"], dtype=dtype
-            ),
-        )
+        x = masked(operand, mine, 0).astype(dtype)
+        return (jnp.sum(x, axis=self.eqn.params["axes"], dtype=dtype),)
 
-    def merge(self, state, partial):
+    def merge(self, state: State, partial: State) -> State:
         return (state[0] + partial[0],)
 
-    def finish(self, state):
+    def finish(self, state: State) -> jax.Array:
         return state[0].astype(self.eqn.out_avals[0].dtype)
 
-    def pullback(self, operands, owned, remembered, state, cotangent):
+    def pullback(
+        self,
+        operands: Sequence[jax.Array],
+        owned: Masks,
+        remembered: State,
+        state: State,
+        cotangent: jax.Array,
+    ) -> Sequence[jax.Array]:
         (operand,) = operands
         return [_spread(cotangent.astype(operand.dtype), self.eqn, operand.shape)]
 
@@ -170,7 +190,8 @@ class Extremum(Reduction):
     better: Callable[[jax.Array, jax.Array], jax.Array]
 
     @property
-    def _worst(self):
+    def _worst(self) -> np.ndarray | np.bool_:
+        """The value that every other one is better than."""
         dtype = self.eqn.out_avals[0].dtype
         low = self.better is jnp.greater
         if dtype == np.bool_:
@@ -180,43 +201,48 @@ class Extremum(Reduction):
             (info.min if low else info.max) if info else (-np.inf if low else np.inf), dtype
         )
 
-    def start(self):
+    def start(self) -> State:
         shape = self.eqn.out_avals[0].shape
         return jnp.full(shape, self._worst), jnp.zeros(shape, np.int32)
 
-    def partial(self, operands, owned):
-        (operand,), (owned,) = operands, owned
-        x = masked(operand, owned, self._worst)
+    def partial(self, operands: Sequence[jax.Array], owned: Masks) -> State:
+        (operand,), (mine,) = operands, owned
+        x = masked(operand, mine, self._worst)
         (best,) = self.eqn.bind(x)
         hit = x == _spread(best, self.eqn, x.shape)
-        return best, jnp.sum(
-            masked(hit, owned, False), axis=self.eqn.params["axes"], dtype=np.int32
-        )
+        return best, jnp.sum(masked(hit, mine, False), axis=self.eqn.params["axes"], dtype=np.int32)
 
-    def merge(self, state, partial):
+    def merge(self, state: State, partial: State) -> State:
         (best, count), (other, other_count) = state, partial
         # A NaN wins over everything, as it does in the untiled reduction.
         wins = self.better(other, best) | (other != other)
         count = jnp.where(wins, other_count, jnp.where(other == best, count + other_count, count))
         return jnp.where(wins, other, best), count
 
-    def finish(self, state):
+    def finish(self, state: State) -> jax.Array:
         return state[0]
 
-    def remember(self, partial):
+    def remember(self, partial: State) -> State:
         return partial[:1]
 
-    def pullback(self, operands, owned, remembered, state, cotangent):
-        (operand,), (owned,) = operands, owned
+    def pullback(
+        self,
+        operands: Sequence[jax.Array],
+        owned: Masks,
+        remembered: State,
+        state: State,
+        cotangent: jax.Array,
+    ) -> Sequence[jax.Array]:
+        (operand,), (mine,) = operands, owned
         # The operand was recomputed, perhaps with other roundings than in the forward pass. Which
         # tiles hold the extremum is decided by forward values alone, and where in such a tile by
         # recomputed values alone.
-        x = masked(operand, owned, self._worst)
+        x = masked(operand, mine, self._worst)
         (here,) = self.eqn.bind(x)
         share = jnp.where(
             remembered[0] == state[0], cotangent / state[1].astype(cotangent.dtype), 0
         )
-        hit = masked(x == _spread(here, self.eqn, x.shape), owned, False)
+        hit = masked(x == _spread(here, self.eqn, x.shape), mine, False)
         return [jnp.where(hit, _spread(share, self.eqn, x.shape), 0)]
 
 
@@ -229,24 +255,32 @@ class Logical(Reduction):
     neutral: int
 
     @property
-    def _neutral(self):
+    def _neutral(self) -> np.ndarray | np.bool_:
+        """The value that changes nothing, in the type of the result."""
         dtype = self.eqn.out_avals[0].dtype
         return np.bool_(self.neutral) if dtype == np.bool_ else np.array(self.neutral).astype(dtype)
 
-    def start(self):
+    def start(self) -> State:
         return (jnp.full(self.eqn.out_avals[0].shape, self._neutral),)
 
-    def partial(self, operands, owned):
-        (operand,), (owned,) = operands, owned
-        return tuple(self.eqn.bind(masked(operand, owned, self._neutral)))
+    def partial(self, operands: Sequence[jax.Array], owned: Masks) -> State:
+        (operand,), (mine,) = operands, owned
+        return tuple(self.eqn.bind(masked(operand, mine, self._neutral)))
 
-    def merge(self, state, partial):
+    def merge(self, state: State, partial: State) -> State:
         return (self.combine(state[0], partial[0]),)
 
-    def finish(self, state):
+    def finish(self, state: State) -> jax.Array:
         return state[0]
 
-    def pullback(self, operands, owned, remembered, state, cotangent):
+    def pullback(
+        self,
+        operands: Sequence[jax.Array],
+        owned: Masks,
+        remembered: State,
+        state: State,
+        cotangent: jax.Array,
+    ) -> Sequence[jax.Array]:
         raise TypeError("integers have no cotangent")
 
 

@@ -1,28 +1,45 @@
 """What a rule is, and the table of all rules.
 
-A rule answers three questions about one primitive, and knows nothing of loops, regions or policies:
+A rule says how one primitive is computed on a part of its outputs. It knows nothing of loops,
+regions or policies. It answers these questions:
 
-* `axes`: which dimensions of the outputs carry which tiled axis, given those of the inputs;
+* `axes`: given which dimensions of the inputs carry a tiled axis, which dimensions of the outputs
+  do? A rule that cannot work in tiles along one of them raises `Mixes`.
 * `step`: to produce these windows of the outputs, which windows of the inputs are needed, and how
-  is it computed from them;
-* `promote`: could this equation, so far untiled, be evaluated window by window (`iota`, a
-  broadcast, random bits)?
+  are the outputs computed from them?
+* `promote` (optional): could an equation that has no tiled input be computed in windows all the
+  same, as `iota` or a broadcast can?
+* `reduction` (optional): how are the results of all tiles combined, if the equation reduces over a
+  tiled axis? Such an equation needs every tile, so it is not a step.
 
-A reduction over a tiled axis is not a step, because it needs every tile: such a rule also answers
-`reduction`.
+Beside its rule a primitive has *traits*: what other parts of jaxtile want to know of it without
+tiling it, as what kind of work it is, or in which operands it is linear. See `Traits`.
 
-Beside its rule a primitive has *traits*: what the rest of jaxtile wants to know of it without
-tiling it. They are said where the rule is registered, so that a new primitive touches one place.
+To add a primitive, write its rule in the file of its family and register it with its traits. This
+is all that a primitive needs that moves positions along no dimension but the last:
 
-Rules are registered by primitive *name*: some primitives exist only in some of the supported JAX
-versions, and several are not exported at all.
+    @register("reverse_features", kind="movement", linear="sum")
+    class ReverseFeatures(Rule):
+        def axes(self, eqn):
+            forbid(eqn, 0, [eqn.in_avals[0].ndim - 1], "reverses the last dimension")
+            return eqn.in_axes, [eqn.in_axes[0]]
+
+        def step(self, eqn, windows):
+            return Step([Need(sole(windows))], lambda scalars, x: eqn.bind(x))
+
+A primitive that works position by position needs no rule of its own: its name is added to the list
+in `elementwise.py`. A primitive without any traits is taken to be expensive and not linear, which
+is safe.
+
+Rules are registered by the primitive's *name*: some primitives exist only in some of the supported
+JAX versions, and several are not exported at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack
 
 import jax
 import numpy as np
@@ -35,6 +52,15 @@ Axes = tuple[int | None, ...]
 
 Windows = dict[int, Window]
 """Per dimension that carries a tiled axis, the window of each tile."""
+
+State = tuple[jax.Array, ...]
+"""What a reduction has accumulated: arrays that are shaped like its result."""
+
+Masks = Sequence[jax.Array | None]
+"""Per operand of a reduction, which of the elements that a tile (or a device) sees are its own.
+
+Where neighbours overlap, the others are counted elsewhere. None: all of them are its own.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +86,8 @@ class Equation:
 
     def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
         """Apply the primitive to other operands, with some of its parameters changed."""
-        bind = getattr(find(self.primitive), "bind", _bind)
+        rule = find(self.primitive)
+        bind = _bind if rule is None else rule.bind
         return bind(self.primitive, operands, {**self.params, **changed})
 
 
@@ -153,35 +180,43 @@ class Rule(Protocol):
 class Reduction(Protocol):
     """A reduction over tiled axes, as an accumulation over tiles.
 
-    A state is a tuple of arrays shaped like the result. Of each operand a tile sees its own share;
-    `owned` is False where an element belongs to another tile as well, and None if none does.
+    The result is `finish` of all tiles' states, merged. A tile sees its own window of each operand.
     """
 
     adds: ClassVar[bool] = False
     """Is merging two states adding them?"""
 
-    def start(self) -> tuple[jax.Array, ...]: ...
+    def start(self) -> State:
+        """The state before the first tile."""
+        ...
 
-    def partial(
-        self, operands: Sequence[jax.Array], owned: Sequence[jax.Array | None]
-    ) -> tuple[jax.Array, ...]:
+    def partial(self, operands: Sequence[jax.Array], owned: Masks) -> State:
         """The state of one tile."""
         ...
 
-    def merge(
-        self, state: tuple[jax.Array, ...], partial: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]: ...
+    def merge(self, state: State, partial: State) -> State:
+        """The state of two sets of tiles together."""
+        ...
 
-    def finish(self, state: tuple[jax.Array, ...]) -> jax.Array: ...
+    def finish(self, state: State) -> jax.Array:
+        """The result, from the state of all tiles."""
+        ...
 
-    def remember(self, partial: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def remember(self, partial: State) -> State:
         """What the backward pass must know of this tile that it cannot recompute bit for bit.
 
         It is stored per tile.
         """
         return ()
 
-    def pullback(self, operands, owned, remembered, state, cotangent) -> Sequence[jax.Array]:
+    def pullback(
+        self,
+        operands: Sequence[jax.Array],
+        owned: Masks,
+        remembered: State,
+        state: State,
+        cotangent: jax.Array,
+    ) -> Sequence[jax.Array]:
         """The operands' cotangents in one tile, from the final state and the result's cotangent."""
         ...
 
@@ -197,63 +232,94 @@ Kind = Literal[
     "movement",
     "other",
 ]
+"""A primitive's kind of work.
+
+A compiler makes elementwise work, movement and random numbers part of what reads them. A window is
+work that reads several positions for each result, as a pool or a sort. `max_pool` is apart because
+its gradient costs more than that of other windows. Other: not known.
+"""
+
 Linear = Literal["sum", "product", "first", "cases"]
+"""In which operands a primitive is linear.
+
+`sum`: in all of them together. `product`: in one of two, while the other is fixed. `first`: in the
+first, while the others are fixed. `cases`: in all but the first, while that is fixed.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """What is to be known of a primitive without tiling it."""
+    """What is to be known of a primitive without tiling it.
+
+    Where a primitive does not say, the traits are those of an expensive function of which nothing
+    is known.
+    """
 
     kind: Kind = "other"
-    """Its kind of work. A compiler makes elementwise work and movement part of what reads it."""
+    """Its kind of work: what it costs, and what a compiler does with it."""
     linear: Linear | None = None
-    """In which operands it is linear, as `jaxtile._derivatives.linear` proves it of functions:
-    `sum`, in all of them together; `product`, in one while the other is fixed; `first`, in the
-    first while the others are fixed; `cases`, in all but the first while that is fixed."""
+    """In which operands it is linear. `jaxtile._derivatives.linear` proves from this that a whole
+    function is."""
     view: bool = False
-    """Is its result its operand, under another name or shape?"""
+    """Is its result its operand, under another name or shape, so that it needs no memory?"""
     free: bool = False
     """Can what reads it do its arithmetic along the way: a change of sign, of type?"""
     reads_result: bool = False
-    """Does its derivative read its result, and not its operands?"""
+    """Does its derivative read its result, as that of `exp` or `tanh` does?"""
 
     @property
     def fuses(self) -> bool:
         return self.kind in ("elementwise", "movement", "random")
 
 
+class TraitWords(TypedDict, total=False):
+    """The traits as keywords of `register`, so that a type checker finds a misspelt one."""
+
+    kind: Kind
+    linear: Linear
+    view: bool
+    free: bool
+    reads_result: bool
+
+
 _RULES: dict[str, Rule] = {}
 _TRAITS: dict[str, Traits] = {}
 _UNKNOWN = Traits()
+_Rule = TypeVar("_Rule", bound=Rule)
 
 
-def register(*primitives: str, **traits: Any) -> Callable[[type], type]:
-    """Class decorator: one instance of the class is the rule of each of the named primitives, which
-    have these traits.
+def register(
+    *primitives: str, **traits: Unpack[TraitWords]
+) -> Callable[[type[_Rule]], type[_Rule]]:
+    """Decorate a class: an instance of it is the rule of each of the named primitives.
+
+    All of them have these traits. Where some have others, decorate the class again.
     """
+    known = Traits(**traits)
 
-    def decorate(cls: type) -> type:
+    def decorate(cls: type[_Rule]) -> type[_Rule]:
         rule = cls()
         for name in primitives:
             if name in _RULES:
                 raise ValueError(f"primitive {name!r} has a rule already")
-            _RULES[name] = rule
-        register_traits(*primitives, **traits)
+            _RULES[name], _TRAITS[name] = rule, known
         return cls
 
     return decorate
 
 
-def register_traits(*primitives: str, **traits: Any) -> None:
-    """Of primitives without a rule: they are met in functions, or parts of them, without tiles."""
+def register_traits(*primitives: str, **traits: Unpack[TraitWords]) -> None:
+    """Give traits to primitives that have no rule, because they are never tiled."""
     _TRAITS.update(dict.fromkeys(primitives, Traits(**traits)))
 
 
 def find(primitive: Any) -> Rule | None:
+    """The rule of a primitive, if it has one."""
     return _RULES.get(primitive.name)
 
 
 def traits(primitive: Any) -> Traits:
+    """The traits of a primitive. One that is not registered has the defaults."""
     return _TRAITS.get(primitive.name, _UNKNOWN)
 
 
@@ -272,7 +338,7 @@ def untiled(aval: Any) -> Axes:
 
 def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
     """The axes of a value that is combined position by position from values with these axes."""
-    merged = []
+    merged: list[int | None] = []
     for dim, labels in enumerate(zip(*axes, strict=True)):
         found = {label for label in labels if label is not None}
         if len(found) > 1:
@@ -285,6 +351,13 @@ def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
     if repeated:
         raise Mixes(f"`{primitive.name}` would carry tiled axis {min(repeated)} in two dimensions")
     return tuple(merged)
+
+
+def sole(windows: Sequence[Windows | None]) -> Windows:
+    """The windows of the only output: nobody asks for a step of which nothing is wanted."""
+    (window,) = windows
+    assert window is not None, "the only output of an equation is always wanted"
+    return window
 
 
 def joint(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jax import lax
 
 from .._errors import Mixes
 from .._geometry import Window
-from .registry import Axes, Equation, Need, Rule, Step, Windows, register
+from .registry import Axes, Equation, Need, Rule, Step, Windows, register, sole
 from .shape import local_shape
 
 
@@ -23,8 +23,9 @@ class Reshape(Rule):
     nearest upsampling, space-to-depth, grouped channels.
     """
 
-    def axes(self, eqn: Equation):
-        (axes,), out = eqn.in_axes, [None] * len(eqn.out_avals[0].shape)
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
+        (axes,) = eqn.in_axes
+        out: list[int | None] = [None] * len(eqn.out_avals[0].shape)
         for dim, axis in enumerate(axes):
             if axis is not None:
                 found, _, _ = _counterpart(eqn.in_avals[0].shape, eqn.out_avals[0].shape, dim)
@@ -32,7 +33,7 @@ class Reshape(Rule):
                     out[found] = axis
         return eqn.in_axes, [tuple(out)]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         operand = [
             a if n == 1 else None
             for a, n in zip(eqn.in_axes[0], eqn.in_avals[0].shape, strict=True)
@@ -47,7 +48,8 @@ class Reshape(Rule):
             return None
         return [tuple(operand)]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window = sole(windows)
         need: Windows = {}
         produced: Windows = {}
         for dim, axis in enumerate(eqn.in_axes[0]):
@@ -56,9 +58,9 @@ class Reshape(Rule):
             out, rows, out_rows = _counterpart(eqn.in_avals[0].shape, eqn.out_avals[0].shape, dim)
             if out is None or eqn.out_axes[0][out] is None:
                 continue
-            need[dim], produced[out] = _regrouped(windows[0][out], rows, out_rows)
+            need[dim], produced[out] = _regrouped(window[out], rows, out_rows)
         # A dimension of size 1 that is new here has no counterpart, and one position.
-        produced |= {d: w for d, w in windows[0].items() if d not in produced}
+        produced |= {d: w for d, w in window.items() if d not in produced}
         shape = local_shape(eqn.out_avals[0].shape, produced)
         return Step([Need(need)], lambda scalars, x: [lax.reshape(x, shape)], produced=[produced])
 
@@ -110,7 +112,9 @@ def _ones_beside(shape: Sequence[int], before: int) -> list[int]:
     return [d for d, n in enumerate(shape) if n == 1 and math.prod(shape[:d]) == before]
 
 
-def _runs(shape, other, left: list[int], right: list[int]):
+def _runs(
+    shape: Sequence[int], other: Sequence[int], left: list[int], right: list[int]
+) -> Iterator[tuple[list[int], list[int]]]:
     """Pairs of shortest runs of dimensions (of sizes other than 1) with equal products."""
     while left:
         i = j = 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -23,23 +24,25 @@ from .registry import (
     joint,
     merge,
     register,
+    sole,
     tiled,
     untiled,
 )
 
 
-def coordinates(start, shape: Sequence[int], dim: int):
+def coordinates(start: jax.Array | int, shape: Sequence[int], dim: int) -> jax.Array:
     """The position along `dim` of every element of a window that begins at `start`."""
     return start + lax.broadcasted_iota(np.int32, tuple(shape), dim)
 
 
 def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
+    """The shape of a part of an array: in dimensions that have a window, the window's size."""
     return tuple(windows[d].size if d in windows else n for d, n in enumerate(shape))
 
 
 @register("broadcast_in_dim", kind="movement", linear="sum")
 class Broadcast(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         """A repeated dimension has only one position: it gives the output no axis."""
         out: list[int | None] = [None] * len(eqn.params["shape"])
         for i, o in enumerate(eqn.params["broadcast_dimensions"]):
@@ -47,7 +50,7 @@ class Broadcast(Rule):
                 out[o] = eqn.in_axes[0][i]
         return eqn.in_axes, [tuple(out)]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
         sizes = eqn.in_avals[0].shape
         operand = tuple(
@@ -56,8 +59,9 @@ class Broadcast(Rule):
         )
         return [operand]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,), dims, sizes = windows, eqn.params["broadcast_dimensions"], eqn.in_avals[0].shape
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, sizes = sole(windows), eqn.in_avals[0].shape
+        dims = eqn.params["broadcast_dimensions"]
         need = {
             i: window[o]
             for i, o in enumerate(dims)
@@ -69,15 +73,15 @@ class Broadcast(Rule):
 
 @register("transpose", kind="movement", linear="sum")
 class Transpose(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return eqn.in_axes, [tuple(eqn.in_axes[0][p] for p in eqn.params["permutation"])]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         operand = dict(zip(eqn.params["permutation"], out_axes, strict=True))
         return [tuple(operand[d] for d in range(len(out_axes)))]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        need = {eqn.params["permutation"][o]: w for o, w in windows[0].items()}
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        need = {eqn.params["permutation"][o]: w for o, w in sole(windows).items()}
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 
@@ -89,30 +93,30 @@ class Squeeze(Rule):
     def _kept(eqn: Equation) -> list[int]:
         return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in self._kept(eqn))]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         operand = list(eqn.in_axes[0])
         for d, axis in zip(self._kept(eqn), out_axes, strict=True):
             operand[d] = axis
         return [tuple(operand)]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        need = {self._kept(eqn)[o]: w for o, w in windows[0].items()}
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        need = {self._kept(eqn)[o]: w for o, w in sole(windows).items()}
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
 
 @register("slice", kind="movement", linear="sum")
 class Slice(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return eqn.in_axes, eqn.in_axes
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
         strides = list(eqn.params["strides"] or (1,) * len(starts))
         need = {}
-        for d, window in windows[0].items():
+        for d, window in sole(windows).items():
             size = (window.size - 1) * strides[d] + 1
             need[d] = window.moved(window.starts * strides[d] + starts[d], size)
             starts[d], limits[d] = 0, size
@@ -121,7 +125,7 @@ class Slice(Rule):
 
 @register("split", kind="movement", linear="sum")
 class Split(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return eqn.in_axes, [eqn.in_axes[0]] * len(eqn.out_avals)
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
@@ -149,7 +153,7 @@ class Split(Rule):
 class DynamicSlice(Rule):
     """A slice whose start is known only at run time must take the tiled dimensions whole."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         for d, axis in enumerate(eqn.in_axes[0]):
             whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
             if axis is not None and not whole and eqn.constant(1 + d) is None:
@@ -159,17 +163,20 @@ class DynamicSlice(Rule):
                 )
         return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        sizes = local_shape(eqn.params["slice_sizes"], windows[0])
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        sizes = local_shape(eqn.params["slice_sizes"], sole(windows))
         need = {}
-        for d, window in windows[0].items():
+        for d, window in sole(windows).items():
             room = eqn.in_avals[0].shape[d] - eqn.params["slice_sizes"][d]
-            start = int(np.clip(eqn.constant(1 + d), 0, room)) if room else 0
-            need[d] = window.moved(window.starts + start, window.size)
+            start = eqn.constant(1 + d) if room else np.zeros((), np.int64)
+            assert start is not None, "`axes` refuses this"
+            need[d] = window.moved(window.starts + int(np.clip(start, 0, room)), window.size)
 
-        def evaluate(scalars, x, *starts):
-            starts = [jnp.zeros_like(s) if d in need else s for d, s in enumerate(starts)]
-            return [lax.dynamic_slice(x, starts, sizes)]
+        def evaluate(
+            scalars: Sequence[jax.Array], x: jax.Array, *starts: jax.Array
+        ) -> list[jax.Array]:
+            local = [jnp.zeros_like(s) if d in need else s for d, s in enumerate(starts)]
+            return [lax.dynamic_slice(x, local, sizes)]
 
         return Step([Need(need), *[None] * (len(eqn.in_avals) - 1)], evaluate)
 
@@ -178,7 +185,7 @@ class DynamicSlice(Rule):
 class DynamicUpdateSlice(Rule):
     """The update must span the tiled dimensions: then it is tiled like the array it goes into."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         axes = merge(eqn.primitive, eqn.in_axes[:2])
         for d, axis in enumerate(axes):
             if axis is not None and eqn.in_avals[0].shape[d] != eqn.in_avals[1].shape[d]:
@@ -188,26 +195,28 @@ class DynamicUpdateSlice(Rule):
                 )
         return [axes, axes, *map(untiled, eqn.in_avals[2:])], [axes]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        def evaluate(scalars, x, update, *starts):
-            starts = [jnp.zeros_like(s) if d in windows[0] else s for d, s in enumerate(starts)]
-            return [lax.dynamic_update_slice(x, update, starts)]
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window = sole(windows)
 
-        return Step(
-            [Need(windows[0]), Need(windows[0]), *[None] * (len(eqn.in_avals) - 2)], evaluate
-        )
+        def evaluate(
+            scalars: Sequence[jax.Array], x: jax.Array, update: jax.Array, *starts: jax.Array
+        ) -> list[jax.Array]:
+            local = [jnp.zeros_like(s) if d in window else s for d, s in enumerate(starts)]
+            return [lax.dynamic_update_slice(x, update, local)]
+
+        return Step([Need(window), Need(window), *[None] * (len(eqn.in_avals) - 2)], evaluate)
 
 
 @register("rev", kind="movement", linear="sum")
 class Reverse(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return eqn.in_axes, eqn.in_axes
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         length = eqn.in_avals[0].shape
         need = {
             d: w.moved(length[d] - w.stops, w.size) if d in eqn.params["dimensions"] else w
-            for d, w in windows[0].items()
+            for d, w in sole(windows).items()
         }
         return Step([Need(need)], lambda scalars, x: eqn.bind(x))
 
@@ -216,42 +225,42 @@ class Reverse(Rule):
 class Bitcast(Rule):
     """The same bits in another type: a narrower one adds a last dimension, a wider one takes it."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         before, after = len(eqn.in_avals[0].shape), len(eqn.out_avals[0].shape)
         if after < before:
             forbid(eqn, 0, [before - 1], "makes one number of its last dimension")
         return eqn.in_axes, [(*eqn.in_axes[0], None)[:after]]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         before = len(eqn.in_avals[0].shape)
         return None if tiled(out_axes[before:]) else [(*out_axes, None)[:before]]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        return Step([Need(sole(windows))], lambda scalars, x: eqn.bind(x))
 
 
 @register("concatenate", kind="movement", linear="sum")
 class Concatenate(Rule):
     """Operands without elements stay untiled, and take no part."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         axes = merge(eqn.primitive, eqn.in_axes)
         parts = self._parts(eqn)
         in_axes = [axes if i in parts else untiled(a) for i, a in enumerate(eqn.in_avals)]
         return in_axes, [axes]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         return [out_axes] * len(eqn.in_axes) if out_axes[eqn.params["dimension"]] is None else None
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,), dim, parts = windows, eqn.params["dimension"], self._parts(eqn)
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, dim, parts = sole(windows), eqn.params["dimension"], self._parts(eqn)
         ends = np.cumsum([eqn.in_avals[i].shape[dim] for i in parts])
         needs: list[Need | None] = [None] * len(eqn.in_avals)
         for i, begin in zip(parts, [0, *ends[:-1]], strict=True):
             along = {d: w.moved(w.starts - begin, w.size) for d, w in window.items() if d == dim}
             needs[i] = Need({**window, **along})
 
-        def evaluate(scalars, *operands):
+        def evaluate(scalars: Sequence[jax.Array], *operands: jax.Array) -> list[jax.Array]:
             found = [operands[i] for i in parts]
             if dim not in window:
                 return eqn.bind(*found)
@@ -279,24 +288,24 @@ class Stack(Rule):
     def _without(eqn: Equation, axes: Axes) -> Axes:
         return (*axes[: eqn.params["axis"]], *axes[eqn.params["axis"] + 1 :])
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         axes, new = merge(eqn.primitive, eqn.in_axes), eqn.params["axis"]
         return [axes] * len(eqn.in_axes), [(*axes[:new], None, *axes[new:])]
 
-    def promote(self, eqn: Equation, out_axes: Axes):
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         if out_axes[eqn.params["axis"]] is not None:
             return None
         return [self._without(eqn, out_axes)] * len(eqn.in_axes)
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         new = eqn.params["axis"]
-        need = Need({o - (o > new): w for o, w in windows[0].items()})
+        need = Need({o - (o > new): w for o, w in sole(windows).items()})
         return Step([need] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts))
 
 
 @register("unstack", kind="movement", linear="sum")
 class Unstack(Rule):
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         dim = eqn.params["axis"]
         forbid(eqn, 0, [dim], "takes a dimension apart")
         axes = (*eqn.in_axes[0][:dim], *eqn.in_axes[0][dim + 1 :])
@@ -312,24 +321,26 @@ class Unstack(Rule):
 class Repeat(Rule):
     """`lax.tile`: the array repeated as a whole, which along a tiled axis would need it all."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         forbid(eqn, 0, [d for d, n in enumerate(eqn.params["reps"]) if n > 1], "repeats the array")
         return eqn.in_axes, eqn.in_axes
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        return Step([Need(windows[0])], lambda scalars, x: eqn.bind(x))
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        return Step([Need(sole(windows))], lambda scalars, x: eqn.bind(x))
 
 
 @register("pad", kind="movement", linear="sum")
 class Pad(Rule):
     """Padding before, after (both may be negative: a crop) and between elements."""
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return [eqn.in_axes[0], ()], [eqn.in_axes[0]]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        (window,), value = windows, eqn.constant(1)
-        padding, need, produced, masked = list(eqn.params["padding_config"]), {}, {}, {}
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        window, value, padding = sole(windows), eqn.constant(1), list(eqn.params["padding_config"])
+        need: Windows = {}
+        produced: Windows = {}
+        masked: dict[int, tuple[int, int, int]] = {}
         for d, w in window.items():
             before, _, between = padding[d]
             pitch = between + 1
@@ -349,8 +360,8 @@ class Pad(Rule):
                 produced=[produced],
             )
 
-        def evaluate(scalars, x, v):
-            inside = True
+        def evaluate(scalars: Sequence[jax.Array], x: jax.Array, v: jax.Array) -> list[jax.Array]:
+            inside: jax.Array | bool = True
             out = lax.pad(x, v, padding)
             for (d, (before, pitch, length)), start in zip(masked.items(), scalars, strict=True):
                 position = coordinates(start, out.shape, d) - before

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Stencil, Window
 from .convolve import convolve
 from .max_pool import pool
-from .registry import Axes, Equation, Need, Rule, Step, Windows, forbid, register
+from .registry import Axes, Equation, Need, Rule, Step, Windows, forbid, register, sole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Convolution(Rule):
     Spatial dimensions slide, the batch passes through, features are contracted.
     """
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         dims = eqn.params["dimension_numbers"]
         batch, feature, *spatial = dims.lhs_spec
         forbid(eqn, 0, [feature], "contracts the feature dimension")
@@ -70,18 +72,22 @@ class Convolution(Rule):
             out[o] = eqn.in_axes[0][i]
         return eqn.in_axes, [tuple(out)]
 
-    def bind(self, primitive, operands, params):
-        return [convolve(*operands, params, in_loop=False)]
+    def bind(
+        self, primitive: Any, operands: Sequence[jax.Array], params: Mapping[str, Any]
+    ) -> list[jax.Array]:
+        lhs, rhs = operands
+        return [convolve(lhs, rhs, params, in_loop=False)]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         dims, params = eqn.params["dimension_numbers"], eqn.params
         (out_batch, _, *out_spatial), (batch, _, *spatial) = dims.out_spec, dims.lhs_spec
         kernel = [eqn.in_avals[1].shape[d] for d in dims.rhs_spec[2:]]
-        padding, produced, need = list(params["padding"]), dict(windows[0]), {}
-        if out_batch in windows[0]:
-            need[batch] = windows[0][out_batch]
+        window, padding = sole(windows), list(params["padding"])
+        produced, need = dict(window), Windows()
+        if out_batch in window:
+            need[batch] = window[out_batch]
         for k, (o, i) in enumerate(zip(out_spatial, spatial, strict=True)):
-            if o not in windows[0]:
+            if o not in window:
                 continue
             slide = Slide.of(
                 Stencil(
@@ -91,7 +97,7 @@ class Convolution(Rule):
                     base_dilation=params["lhs_dilation"][k],
                     before=params["padding"][k][0],
                 ),
-                windows[0][o],
+                window[o],
             )
             need[i], padding[k], produced[o] = slide.need, slide.padding, slide.produced
         return Step(
@@ -103,7 +109,7 @@ class Convolution(Rule):
         )
 
 
-def _identity(name: str, dtype: np.dtype):
+def _identity(name: str, dtype: np.dtype) -> Any:
     """What a pool reads outside the array: the value that changes nothing."""
     if name == "reduce_window_sum":
         return 0
@@ -117,17 +123,17 @@ def _identity(name: str, dtype: np.dtype):
 class _Pool(Rule):
     """Every dimension of a pool slides, most of them with a window of one position."""
 
-    def fill(self, eqn: Equation):
+    def fill(self, eqn: Equation) -> Any:
         return _identity(eqn.primitive.name, eqn.in_avals[0].dtype)
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         axes: Axes = eqn.in_axes[0]
         return [axes, *eqn.in_axes[1:]], [axes]
 
-    def step(self, eqn: Equation, windows: Sequence[Windows]) -> Step:
-        params = eqn.params
-        padding, produced, need = list(params["padding"]), {}, {}
-        for d, window in windows[0].items():
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        params, padding = eqn.params, list(eqn.params["padding"])
+        produced, need = Windows(), Windows()
+        for d, window in sole(windows).items():
             slide = Slide.of(
                 Stencil(
                     kernel=params["window_dimensions"][d],
@@ -152,10 +158,13 @@ class _Pool(Rule):
 class Pool(_Pool):
     """Max, min and sum pools."""
 
-    def bind(self, primitive, operands, params):
+    def bind(
+        self, primitive: Any, operands: Sequence[jax.Array], params: Mapping[str, Any]
+    ) -> list[jax.Array]:
         if primitive.name == "reduce_window_sum":
             return super().bind(primitive, operands, params)
-        return [pool(primitive, *operands, params)]
+        (x,) = operands
+        return [pool(primitive, x, params)]
 
 
 @register("reduce_window", kind="window")
@@ -165,10 +174,10 @@ class GeneralPool(_Pool):
     Outside the array it reads its initial value.
     """
 
-    def fill(self, eqn: Equation):
+    def fill(self, eqn: Equation) -> Any:
         return eqn.constant(1)
 
-    def axes(self, eqn: Equation):
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         if len(eqn.in_avals) != 2:
             raise Mixes(
                 "`reduce_window` over several arrays at once is not tiled",
