@@ -61,6 +61,7 @@ def _graph(
     in_axes: Sequence[Axes],
     names: Sequence[str] | None,
 ) -> Graph:
+    """What the builder makes of a jaxpr; its outputs are stored."""
     known_as: Sequence[str | None] = names or [None] * len(jaxpr.invars)
     arguments = [
         Value(var.aval, axes, name=name)
@@ -89,6 +90,11 @@ def build_inside(
 
 
 class _Builder:
+    """The walk over a jaxpr: the nodes made so far, and what they need stored.
+
+    `calls` are the places of the calls that are being looked through, the innermost one last.
+    """
+
     def __init__(
         self,
         policy: Policy | None = None,
@@ -108,6 +114,7 @@ class _Builder:
     def walk(
         self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]
     ) -> list[Value]:
+        """Add the equations that an output depends on; return the outputs."""
         env: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
 

@@ -17,7 +17,7 @@ may be missed.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,7 +90,8 @@ def _slot(tables: Stretches) -> float:
     is rounded.
     """
     everything = float(tables.added[0, 0, -1])
-    measure = int(np.gcd.reduce(tables.added.astype(np.int64), axis=None))
+    gcd: Any = np.gcd  # some versions of NumPy have no type for its `reduce`
+    measure = int(gcd.reduce(tables.added.astype(np.int64), axis=None))
     if measure and everything / measure <= SLOTS // 2:
         return float(measure)
     return max(1.0, everything / (SLOTS // 2))
@@ -101,8 +102,8 @@ def _dominated(tables: Stretches) -> np.ndarray:
     worse = np.zeros(tables.seconds.shape, bool)
     for a, b in itertools.permutations(range(len(tables.modes)), 2):
         pairs = [(t[b], t[a]) for t in (tables.seconds, tables.peak, tables.added)]
-        better = np.logical_and.reduce([x <= y for x, y in pairs])
-        strict = np.logical_or.reduce([x < y for x, y in pairs]) | (b < a)
+        better = np.all([x <= y for x, y in pairs], axis=0)
+        strict = np.any([x < y for x, y in pairs], axis=0) | (b < a)
         worse[a] |= better & strict
     return worse
 
