@@ -25,7 +25,7 @@ from ._graph.work import flops, fused, whole_flops
 from ._regions.grid import Tiles
 from ._regions.regions import Region, Schedule
 from ._regions.targets import Target
-from ._regions.tile import Instruction
+from ._regions.tile import TiledEquation
 from ._rules import Windows, traits
 from ._schedule import Options, scheduled
 from .policy import GraphPolicy
@@ -92,7 +92,7 @@ def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
         tile = {
             i.node: _in_tile(i, windows, costs)
             for i in region.plan.instructions
-            if isinstance(i, Instruction)
+            if isinstance(i, TiledEquation)
         }
         tile |= {
             t.reduction: _reduced(t, t.reduction, windows, costs)
@@ -189,7 +189,7 @@ def _needed_again(region: Region) -> set[Node]:
     return again
 
 
-def _in_tile(item: Instruction, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:
+def _in_tile(item: TiledEquation, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:
     """Operations of one equation in one tile: on what it produces, before the caller crops."""
     produced = item.step.produced or [windows.get(v, {}) for v in item.node.outputs]
     out_shapes = [_shape(v.aval.shape, w) for v, w in zip(item.node.outputs, produced, strict=True)]

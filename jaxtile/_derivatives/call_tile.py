@@ -18,8 +18,12 @@ import numpy as np
 from .._errors import Mixes, TilingError, user_line
 from .._geometry import Window, hull
 from .._graph.values import Graph, Value
-from .._regions.tile import Cut, Table, lookup, plan
+from .._regions.demands import plan
+from .._regions.tile import Cut, Table, TilePlan, lookup
 from .._rules import Axes, Equation, Windows
+
+Evaluator = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
+"""From the positions of a tile and a graph's inputs there to its outputs there."""
 
 
 def refusal(eqn: Equation, reason: str) -> TilingError:
@@ -59,7 +63,7 @@ class CallTile:
         found = self._plan(graph, windows).windows
         return [found.get(v, {}) for v in graph.inputs]
 
-    def _plan(self, graph: Graph, windows: Sequence[Windows | None]):
+    def _plan(self, graph: Graph, windows: Sequence[Windows | None]) -> TilePlan:
         wanted: dict[Value, list[Windows]] = {}
         for value, window in zip(graph.outputs, windows, strict=True):
             if window is not None or not value.tiled:
@@ -83,7 +87,7 @@ class CallTile:
 
     def evaluator(
         self, graph: Graph, held: Sequence[Windows], windows: Sequence[Windows | None]
-    ) -> Callable[..., list[jax.Array]]:
+    ) -> Evaluator:
         known = len(self.table.columns)
         tile = self._plan(graph, windows)
         reads = [
@@ -99,7 +103,9 @@ class CallTile:
         if self._settled and len(self.table.columns) > known:
             raise self._refusal("it needs other positions than the tile has")
 
-        def evaluate(scalars, operands):
+        def evaluate(
+            scalars: Sequence[jax.Array], operands: Sequence[jax.Array]
+        ) -> list[jax.Array]:
             env = {
                 v: x if cut is None else cut(x, scalars)
                 for v, x, cut in zip(graph.inputs, operands, reads, strict=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +35,12 @@ from .._graph.trace import inside, is_gone
 from .._graph.values import Graph, Value
 from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register
 from .._rules.transposing import derivative_rule
-from .call_tile import CallTile, along, following, refusal
+from .call_tile import CallTile, Evaluator, along, following, refusal
 from .guard import guarded
 from .linear import is_linear
+
+T = TypeVar("T")
+Arrays = Sequence[jax.Array]
 
 
 class ClosureError(TilingError):
@@ -66,36 +69,38 @@ class CustomJvp(_Call):
         return _calls_unproved(graphs[1])
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        windows = _all_windows(eqn, windows)
+        produced = _all_windows(eqn, windows)
         diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
-        rule_windows = [windows[i] for i in diff_out]
-        tile = CallTile(eqn, windows)
+        rule_windows = [produced[i] for i in diff_out]
+        tile = CallTile(eqn, produced)
         body = _body(eqn, eqn.in_axes)
-        needs = [tile.needs(body, windows)]
+        needs = [tile.needs(body, produced)]
         if not eqn.inside:
             needs.append(tile.needs(_tangents(eqn), rule_windows))
         held = _held(eqn, tile, needs)
-        run_body = tile.evaluator(body, held, windows)
+        run_body = tile.evaluator(body, held, produced)
         tangents = functools.cache(lambda: _tangent_evaluator(eqn, tile, held, rule_windows))
         tile.settle(None if eqn.inside else tangents)
         finish = guarded if eqn.inside else tuple
 
-        def evaluate(scalars, *operands):
+        def evaluate(scalars: Arrays, *operands: jax.Array) -> tuple[jax.Array, ...]:
             @jax.custom_jvp
-            def call(*operands):
+            def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
                 return finish(tuple(run_body(scalars, operands)))
 
             @call.defjvp
-            def call_jvp(primals, dots):
+            def call_jvp(
+                primals: Arrays, dots: Arrays
+            ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
                 with derivative_rule():
-                    dots = tangents()(scalars, [*primals, *(dots[i] for i in diff_in)])
+                    found = tangents()(scalars, [*primals, *(dots[i] for i in diff_in)])
                 out = call(*primals)
                 no_tangent = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
-                return out, tuple(_replace(no_tangent, diff_out, dots))
+                return out, tuple(_replace(no_tangent, diff_out, found))
 
             return call(*operands)
 
-        return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=windows)
+        return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=produced)
 
 
 @register("custom_vjp_call", "call_hi_primitive")
@@ -107,25 +112,27 @@ class CustomVjp(_Call):
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         by_axis = _window_per_axis(eqn, windows)
-        windows = [along(axes, by_axis) for axes in eqn.out_axes]
+        produced = [along(axes, by_axis) for axes in eqn.out_axes]
         held = [along(axes, by_axis) for axes in eqn.in_axes]
-        tile = CallTile(eqn, [*held, *windows])
-        run_body = tile.evaluator(_body(eqn, eqn.in_axes), held, windows)
-        rules = functools.cache(lambda: _rule_evaluators(eqn, tile, held, windows))
+        tile = CallTile(eqn, [*held, *produced])
+        run_body = tile.evaluator(_body(eqn, eqn.in_axes), held, produced)
+        rules = functools.cache(lambda: _rule_evaluators(eqn, tile, held, produced))
         tile.settle(None if eqn.inside else rules)
         finish = guarded if eqn.inside else tuple
         diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
 
-        def evaluate(scalars, *operands):
+        def evaluate(scalars: Arrays, *operands: jax.Array) -> tuple[jax.Array, ...]:
             @jax.custom_vjp
-            def call(scalars, *operands):
+            def call(scalars: Arrays, *operands: jax.Array) -> tuple[jax.Array, ...]:
                 return finish(tuple(run_body(scalars, operands)))
 
-            def forward(scalars, *operands):
+            def forward(
+                scalars: Arrays, *operands: jax.Array
+            ) -> tuple[tuple[jax.Array, ...], tuple[Arrays, Arrays]]:
                 run_forward, _ = rules()
                 return tuple(run_forward(scalars, operands)), (scalars, operands)
 
-            def backward(residuals, cotangents):
+            def backward(residuals: tuple[Arrays, Arrays], cotangents: Arrays) -> tuple[Any, ...]:
                 scalars, operands = residuals
                 _, run_backward = rules()
                 found = run_backward(scalars, [*operands, *(cotangents[i] for i in diff_out)])
@@ -134,7 +141,7 @@ class CustomVjp(_Call):
             call.defvjp(forward, backward)
             return call(list(scalars), *operands)
 
-        return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=windows)
+        return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=produced)
 
 
 def _body(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
@@ -161,7 +168,7 @@ def _mixes(graph: Graph) -> bool:
     )
 
 
-def _differentiable(eqn: Equation, primals: Sequence[jax.Array]) -> Callable[..., list[jax.Array]]:
+def _differentiable(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]:
     """The equation as a function of its float operands that returns its float results."""
     diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
 
@@ -172,14 +179,15 @@ def _differentiable(eqn: Equation, primals: Sequence[jax.Array]) -> Callable[...
     return function
 
 
-def _pick(eqn: Equation, primals: Sequence[jax.Array]) -> list[jax.Array]:
+def _pick(eqn: Equation, primals: Sequence[T]) -> list[T]:
+    """Those of the operands that are floats."""
     return [primals[i] for i in _inexact(eqn.in_avals)]
 
 
 def _tangents(eqn: Equation) -> Graph:
     """The tangents of a `custom_jvp`'s float results, from operands and their tangents."""
 
-    def jvp(primals, tangents):
+    def jvp(primals: Arrays, tangents: Arrays) -> list[jax.Array]:
         return jax.jvp(_differentiable(eqn, primals), _pick(eqn, primals), tangents)[1]
 
     diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
@@ -192,8 +200,8 @@ def _tangents(eqn: Equation) -> Graph:
 def _differentiated(eqn: Equation) -> Graph:
     """All results of a `custom_vjp`, as they are when it is differentiated: what `fwd` returns."""
 
-    def forward(primals):
-        def function(*diff):
+    def forward(primals: Arrays) -> list[jax.Array]:
+        def function(*diff: jax.Array) -> list[jax.Array]:
             return eqn.bind(*_replace(primals, _inexact(eqn.in_avals), diff))
 
         return jax.vjp(function, *_pick(eqn, primals))[0]
@@ -202,10 +210,10 @@ def _differentiated(eqn: Equation) -> Graph:
     return build_inside(closed, eqn.in_axes, eqn.out_axes)
 
 
-def _pullback(eqn: Equation) -> Callable[[Any, Any], tuple[jax.Array, ...]]:
+def _pullback(eqn: Equation) -> Callable[[Arrays, Arrays], tuple[jax.Array, ...]]:
     """From operands and the cotangents of float results to those of float operands."""
 
-    def pullback(primals, cotangents):
+    def pullback(primals: Arrays, cotangents: Arrays) -> tuple[jax.Array, ...]:
         pull = jax.vjp(_differentiable(eqn, primals), *_pick(eqn, primals))[1]
         return pull(list(cotangents))
 
@@ -280,7 +288,9 @@ def _sums_last(graph: Graph) -> bool:
     return True
 
 
-def _tangent_evaluator(eqn: Equation, tile: CallTile, held, windows):
+def _tangent_evaluator(
+    eqn: Equation, tile: CallTile, held: Sequence[Windows], windows: Sequence[Windows]
+) -> Evaluator:
     """The tangents of a `custom_jvp` on the windows that the tile holds."""
     graph, diff_in = _tangents(eqn), _inexact(eqn.in_avals)
     if _mixes(graph):
@@ -288,7 +298,9 @@ def _tangent_evaluator(eqn: Equation, tile: CallTile, held, windows):
     return tile.evaluator(graph, [*held, *(held[i] for i in diff_in)], windows)
 
 
-def _rule_evaluators(eqn: Equation, tile: CallTile, held, windows):
+def _rule_evaluators(
+    eqn: Equation, tile: CallTile, held: Sequence[Windows], windows: Sequence[Windows]
+) -> tuple[Evaluator, Evaluator]:
     """A `custom_vjp`'s forward and backward rule on the windows that the tile holds."""
     if eqn.inside and (reason := _unproved(eqn)) is not None:
         raise refusal(eqn, reason)
@@ -370,16 +382,17 @@ def _traced(eqn: Equation, rule: Callable[..., Any], *shapes: Any) -> Any:
     return closed
 
 
-def _inexact(avals) -> list[int]:
+def _inexact(avals: Sequence[Any]) -> list[int]:
+    """Which of these arrays have derivatives."""
     return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
 
 
-def _shapes(avals):
+def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
 
-def _replace(items, indices, values) -> list:
-    items = list(items)
+def _replace(items: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    replaced = list(items)
     for i, value in zip(indices, values, strict=True):
-        items[i] = value
-    return items
+        replaced[i] = value
+    return replaced

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,9 +22,7 @@ from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
 from .inline import plain_call
-from .values import Graph, Node, Value, constant, is_held
-
-SAVE, OFFLOAD, RECOMPUTE = "save", "offload", "recompute"
+from .values import Graph, Node, Place, Value, constant, is_held
 
 Policy = Callable[..., Any]
 """As `jax.checkpoint` takes it."""
@@ -37,18 +35,37 @@ def build(
     policy: Policy | None = None,
     look_through: Callable[[Any], Any] = plain_call,
     names: Sequence[str] | None = None,
-    store_mixed: bool = False,
 ) -> Graph:
     """The graph of a jaxpr whose arguments carry `in_axes`.
 
-    `look_through`: the jaxpr that an equation calls, if it is to be inlined. `store_mixed`: what
-    cannot be tiled is no error; its operands are stored, and it runs once, untiled.
+    `look_through`: the jaxpr that an equation calls, if it is to be inlined. `names`: what the
+    function calls its arguments.
     """
-    builder = _Builder(policy, look_through, store_mixed)
-    names = names or [None] * len(jaxpr.invars)
+    return _graph(_Builder(policy, look_through), jaxpr, consts, in_axes, names)
+
+
+def build_storing(
+    jaxpr: Any, consts: Sequence[Any], in_axes: Sequence[Axes], names: Sequence[str]
+) -> Graph:
+    """The graph of a jaxpr in which it is no error that an equation cannot be tiled.
+
+    Its operands are stored, and it runs once, on whole arrays.
+    """
+    return _graph(_Builder(store_mixed=True), jaxpr, consts, in_axes, names)
+
+
+def _graph(
+    builder: _Builder,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    in_axes: Sequence[Axes],
+    names: Sequence[str] | None,
+) -> Graph:
+    """What the builder makes of a jaxpr; its outputs are stored."""
+    known_as: Sequence[str | None] = names or [None] * len(jaxpr.invars)
     arguments = [
         Value(var.aval, axes, name=name)
-        for var, axes, name in zip(jaxpr.invars, in_axes, names, strict=True)
+        for var, axes, name in zip(jaxpr.invars, in_axes, known_as, strict=True)
     ]
     outputs = builder.walk(jaxpr, _known(consts), arguments)
     for value in outputs:
@@ -73,6 +90,11 @@ def build_inside(
 
 
 class _Builder:
+    """The walk over a jaxpr: the nodes made so far, and what they need stored.
+
+    `calls` are the places of the calls that are being looked through, the innermost one last.
+    """
+
     def __init__(
         self,
         policy: Policy | None = None,
@@ -86,12 +108,13 @@ class _Builder:
         self.inside = inside
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
-        self.stored: dict[Value, Literal["device", "host"]] = {}
+        self.stored: dict[Value, Place] = {}
         self._promoted: dict[tuple[Value, Axes], Value] = {}
 
     def walk(
         self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]
     ) -> list[Value]:
+        """Add the equations that an output depends on; return the outputs."""
         env: dict[Any, Value] = dict(zip(jaxpr.constvars, constants, strict=True))
         env.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -105,23 +128,37 @@ class _Builder:
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, inputs: list[Value]) -> Sequence[Value]:
-        name = eqn.primitive.name
+    def _equation(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
+        """Add what an equation of a jaxpr stands for, and return its outputs."""
+        name, rule = eqn.primitive.name, rules.find(eqn.primitive)
         inner = self.look_through(eqn)
         if inner is not None:
-            self.calls.append(eqn.source_info)
-            outputs = self.walk(
-                getattr(inner, "jaxpr", inner), _known(getattr(inner, "consts", ())), inputs
-            )
-            self.calls.pop()
-            return outputs
-        tiles = any(v.tiled for v in inputs)
-        rule = rules.find(eqn.primitive)
-        if tiles and name == "scan":
+            return self._inline(eqn, inner, inputs)
+        if not any(v.tiled for v in inputs):
+            equation = self._described(eqn, inputs)
+            return self._add(equation, inputs, [untiled(a) for a in equation.out_avals])
+        if name == "scan":
             return self._unroll(eqn, inputs)
-        if tiles and rule is not None and rule.apart and len(inputs) > 1:
+        if rule is not None and rule.apart and len(inputs) > 1:
             return self._apart(eqn, rule, inputs)
-        equation = Equation(
+        if name == "name" and is_held(inputs[0], self.stored):
+            # A name for an array that is held anyway stores nothing new; if the policy saves it, it
+            # may be mixed freely.
+            self._store(inputs[0].array, self._decision(eqn))
+            return inputs
+        return self._tiled(eqn, rule, inputs)
+
+    def _inline(self, eqn: Any, inner: Any, inputs: Sequence[Value]) -> list[Value]:
+        """The equations of the jaxpr that an equation calls."""
+        self.calls.append(eqn.source_info)
+        consts = _known(getattr(inner, "consts", ()))
+        outputs = self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
+        self.calls.pop()
+        return outputs
+
+    def _described(self, eqn: Any, inputs: Sequence[Value]) -> Equation:
+        """The equation as a rule sees it, before its outputs have axes."""
+        return Equation(
             primitive=eqn.primitive,
             params=eqn.params,
             in_avals=tuple(v.aval for v in inputs),
@@ -132,44 +169,48 @@ class _Builder:
             effects=eqn.effects,
             inside=self.inside,
         )
-        if not tiles:
-            return self._add(equation, inputs, [untiled(a) for a in equation.out_avals], None)
-        if name == "name" and is_held(inputs[0], self.stored):
-            # A name for an array that is held anyway stores nothing new; if the policy saves it, it
-            # may be mixed freely.
-            self._store(inputs[0].array, self._decision(eqn))
-            return inputs
+
+    def _tiled(self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]) -> Sequence[Value]:
+        """An equation with tiled operands, in tiles; or whole, if it mixes their positions."""
+        equation = self._described(eqn, inputs)
         try:
             if rule is None:
-                raise Mixes(f"there is no tiling rule for primitive `{name}`")
+                raise Mixes(f"there is no tiling rule for primitive `{eqn.primitive.name}`")
             in_axes, out_axes = rule.axes(equation)
-            given = inputs
-            inputs = [self.promote(v, axes) for v, axes in zip(given, in_axes, strict=True)]
+            promoted = [self.promote(v, axes) for v, axes in zip(inputs, in_axes, strict=True)]
         except Mixes as refusal:
-            if self.store_mixed:
-                self._store_whole([v for v in inputs if v.tiled])
-            whole = [self._whole(v) for v in inputs]
-            if any(v is None for v in whole):
-                raise refuse(equation, refusal) from None
-            return self._equation(eqn, whole)
+            return self._equation(eqn, self._unmixed(equation, inputs, refusal))
         equation = dataclasses.replace(
             equation,
-            in_axes=tuple(v.axes for v in inputs),
+            in_axes=tuple(v.axes for v in promoted),
             out_axes=tuple(out_axes),
-            constant=_constants(inputs),
+            constant=_constants(promoted),
         )
         if not self.inside and (reason := rule.runs_whole(equation)) is not None:
-            return self._run_whole(equation, given, reason)
+            return self._run_whole(equation, inputs, reason)
         reduction = rule.reduction(equation)
-        outputs = self._add(equation, inputs, out_axes, reduction)
-        decision = self._decision(eqn)
+        outputs = self._add(equation, promoted, out_axes, reduction)
+        place = self._decision(eqn)
         for value in outputs:
-            self._store(value, decision)
+            self._store(value, place)
         if reduction is None and not any(v.tiled for v in outputs):
             # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an
             # array that is small.
-            self._store_whole(inputs)
+            self._store_whole(promoted)
         return [_without_elements(v) if v.tiled and 0 in v.aval.shape else v for v in outputs]
+
+    def _unmixed(self, equation: Equation, inputs: Sequence[Value], refusal: Mixes) -> list[Value]:
+        """The operands, as global values, of an equation that its rule refused to tile.
+
+        It stays refused if one of them is neither stored nor follows cheaply from what is.
+        """
+        if self.store_mixed:
+            self._store_whole([v for v in inputs if v.tiled])
+        whole = [self._whole(v) for v in inputs]
+        found = [v for v in whole if v is not None]
+        if len(found) < len(whole):
+            raise refuse(equation, refusal) from None
+        return found
 
     def _apart(self, eqn: Any, rule: rules.Rule, inputs: Sequence[Value]) -> list[Value]:
         """One equation for each operand."""
@@ -188,7 +229,10 @@ class _Builder:
             equation, in_axes=tuple(v.axes for v in whole), constant=_constants(whole)
         )
         outputs = self._add(
-            untiled_equation, whole, [untiled(a) for a in equation.out_avals], None, reason
+            untiled_equation,
+            whole,
+            [untiled(a) for a in equation.out_avals],
+            runs_whole=reason,
         )
         return [
             self._view(v, axes) if tiled(axes) else v
@@ -198,9 +242,9 @@ class _Builder:
     def _add(
         self,
         equation: Equation,
-        inputs,
-        out_axes,
-        reduction: Reduction | None,
+        inputs: Sequence[Value],
+        out_axes: Sequence[Axes],
+        reduction: Reduction | None = None,
         runs_whole: str | None = None,
     ) -> tuple[Value, ...]:
         node = Node(
@@ -217,20 +261,24 @@ class _Builder:
         self.nodes.append(node)
         return node.outputs
 
-    def _decision(self, eqn: Any) -> str:
-        """What the policy does with this equation's outputs."""
+    def _decision(self, eqn: Any) -> Place | None:
+        """Where the policy stores this equation's outputs; None: it recomputes them."""
         if self.policy is None:
-            return RECOMPUTE
+            return None
         decision = self.policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
         if isinstance(decision, bool):
-            return SAVE if decision else RECOMPUTE
-        return {"Offloadable": OFFLOAD, "SaveableType": SAVE}.get(
-            type(decision).__name__, RECOMPUTE
-        )
+            return "device" if decision else None
+        # JAX does not export the types of its decisions.
+        match type(decision).__name__:
+            case "SaveableType":
+                return "device"
+            case "Offloadable":
+                return "host"
+        return None
 
-    def _store(self, value: Value, decision: str) -> None:
-        if value.tiled and 0 not in value.aval.shape and decision is not RECOMPUTE:
-            self.stored[value] = "host" if decision is OFFLOAD else "device"
+    def _store(self, value: Value, place: Place | None) -> None:
+        if value.tiled and 0 not in value.aval.shape and place is not None:
+            self.stored[value] = place
 
     def _store_whole(self, values: Iterable[Value]) -> None:
         """What must exist as whole arrays."""
@@ -276,7 +324,7 @@ class _Builder:
                     in_axes=tuple(v.axes for v in inputs),
                     constant=_constants(inputs),
                 )
-                outputs = self._add(equation, inputs, [axes] * len(node.outputs), None)
+                outputs = self._add(equation, inputs, [axes] * len(node.outputs))
                 self._promoted.update(
                     ((v, axes), promoted) for v, promoted in zip(node.outputs, outputs, strict=True)
                 )
@@ -304,13 +352,14 @@ class _Builder:
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
         if not cheap:
             return None
-        inputs = [self._whole(v) for v in node.inputs]
-        if any(v is None for v in inputs):
+        whole = [self._whole(v) for v in node.inputs]
+        inputs = [v for v in whole if v is not None]
+        if len(inputs) < len(whole):
             return None
         equation = dataclasses.replace(
             node.equation, in_axes=tuple(untiled(v.aval) for v in inputs)
         )
-        return self._add(equation, inputs, [untiled(value.aval)], None)[0]
+        return self._add(equation, inputs, [untiled(value.aval)])[0]
 
     def _unlabelled(self, value: Value, wanted: Axes) -> Value:
         """Drop unwanted axes from dimensions of size 1: there is only one position to be at."""
@@ -330,13 +379,13 @@ class _Builder:
         if not any(a is not None for a in axes):
             # The equation runs once, on an array that is small.
             self._store_whole([value])
-        return self._add(equation, [value], [axes], None)[0]
+        return self._add(equation, [value], [axes])[0]
 
     @staticmethod
     def _view(value: Value, axes: Axes) -> Value:
         return Value(value.aval, axes, base=value.array, known=value.known)
 
-    def _unroll(self, eqn: Any, inputs: list[Value]) -> list[Value]:
+    def _unroll(self, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         """A `scan` over tiled values (equal layers, say), one iteration after the other."""
         params, body = eqn.params, eqn.params["jaxpr"]
         if "ft_in" in params:  # from jax 0.12 on
@@ -368,7 +417,7 @@ class _Builder:
         ]
         return [*carry, *stacked]
 
-    def _call(self, fun: Callable[..., Any], inputs: list[Value]) -> Value:
+    def _call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value:
         closed = jax.make_jaxpr(fun)(
             *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs)
         )

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,10 @@ def is_gone(tracer: jax.core.Tracer) -> bool:
     return tracer._trace in _ended
 
 
+Entry = int | np.integer | Sequence[int | None] | None
+"""The tiled axes of one array, as users say them in `in_axes`; None: it is not tiled."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """A function of flat arguments, and how they are tiled."""
@@ -44,14 +48,17 @@ class Traced:
     out_tree: Any
 
 
-def trace(fun, args, kwargs, in_axes) -> Traced:
+def trace(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], in_axes: Any
+) -> Traced:
+    """Trace a function; `in_axes` says which axes of its positional arguments are tiled."""
     check_callable(fun)
     flat, in_tree = jax.tree.flatten((args, kwargs))
     names = argument_names(fun, args, kwargs)
     refuse_references(zip(names, flat, strict=True))
-    axes, rank = flat_axes(in_axes, args, kwargs, flat)
+    axes, rank = flat_axes(in_axes, args, flat)
 
-    def flat_fun(*leaves):
+    def flat_fun(*leaves: Any) -> Any:
         _ended.update(leaf._trace for leaf in leaves if isinstance(leaf, jax.core.Tracer))
         call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
         return call_unchanged(fun, call_args, call_kwargs)
@@ -87,7 +94,12 @@ def refuse_references(values: Iterable[tuple[str, Any]]) -> None:
             )
 
 
-def call_unchanged(fun, args, kwargs, is_leaf: Callable[[Any], bool] = lambda x: False) -> Any:
+def call_unchanged(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_leaf: Callable[[Any], bool] = lambda x: False,
+) -> Any:
     """Call `fun`, and refuse if it changes its arguments in place: these are copies.
 
     Only the states of NNX modules may change: they are values. `nnx.merge` makes modules that share
@@ -130,7 +142,12 @@ def call_unchanged(fun, args, kwargs, is_leaf: Callable[[Any], bool] = lambda x:
     return out
 
 
-def argument_names(fun, args, kwargs, is_leaf=None) -> list[str]:
+def argument_names(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[str]:
     """What the function calls each flat argument: `image`, `params['conv1']['kernel']`."""
     parameters: list[str] = []
     try:
@@ -151,44 +168,14 @@ def argument_names(fun, args, kwargs, is_leaf=None) -> list[str]:
     ]
 
 
-def flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
-    """Per flat argument, the axis that each dimension carries; and the number of tiled axes."""
-    per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
-    if per_argument and len(args) > 1 and _is_several(in_axes):
-        raise TilingError(
-            f"`in_axes` (={in_axes}) may mean these axes of every argument, or one axis of each of "
-            f"the {len(args)} arguments: write {(tuple(in_axes),) * len(args)}, or "
-            f"{tuple((axis,) for axis in in_axes)}"
-        )
-    if _is_axes(in_axes) and not per_argument:
-        leaves = [in_axes] * len(jax.tree.leaves(args))
-    elif not isinstance(in_axes, tuple | list):
-        raise TilingError(
-            f"`in_axes` (={in_axes!r}) must be a tuple with one entry per argument, as (None, (1, "
-            "2))"
-        )
-    else:
-        prefix = tuple(in_axes)
-        if len(prefix) != len(args):
-            raise TilingError(
-                f"`in_axes` (={in_axes}) has {len(prefix)} entries for {len(args)} positional "
-                "arguments"
-            )
-        leaves = []
-        try:
-            for entry, argument in zip(prefix, args, strict=True):
-                jax.tree.map(
-                    lambda axes, tree: leaves.extend([axes] * len(jax.tree.leaves(tree))),
-                    entry,
-                    argument,
-                    is_leaf=_is_axes,
-                )
-        except ValueError as error:
-            raise TilingError(
-                f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}"
-            ) from None
-    leaves += [None] * (len(flat) - len(leaves))
-    ranks = {len(_as_tuple(entry)) for entry in leaves if entry is not None}
+def flat_axes(in_axes: Any, args: Sequence[Any], flat: Sequence[Any]) -> tuple[list[Axes], int]:
+    """Per flat argument, the axis that each dimension carries; and the number of tiled axes.
+
+    `flat` is what `args` flattens to, and after it keyword arguments, which are not tiled.
+    """
+    entries = _entries(in_axes, args)
+    entries += [None] * (len(flat) - len(entries))
+    ranks = {len(_as_tuple(entry)) for entry in entries if entry is not None}
     if not ranks:
         raise TilingError(
             f"`in_axes` (={in_axes}) tiles nothing: give the tiled axes of at least one argument, "
@@ -199,12 +186,63 @@ def flat_axes(in_axes, args, kwargs, flat) -> tuple[list[Axes], int]:
             f"`in_axes` (={in_axes}) must name the same number of axes everywhere, with None for "
             "one that is absent"
         )
-    return [
-        _labels(in_axes, entry, leaf) for entry, leaf in zip(leaves, flat, strict=True)
-    ], ranks.pop()
+    labels = [_labels(in_axes, entry, leaf) for entry, leaf in zip(entries, flat, strict=True)]
+    return labels, ranks.pop()
 
 
-def _labels(in_axes, entry, leaf) -> Axes:
+def _entries(in_axes: Any, args: Sequence[Any]) -> list[Entry]:
+    """What `in_axes` says of each flat positional argument.
+
+    It is one entry for all of them, or a tuple of pytree prefixes, one per argument.
+    """
+    per_argument = isinstance(in_axes, tuple | list) and len(in_axes) == len(args)
+    if per_argument and len(args) > 1 and _is_several(in_axes):
+        raise TilingError(
+            f"`in_axes` (={in_axes}) may mean these axes of every argument, or one axis of each of "
+            f"the {len(args)} arguments: write {(tuple(in_axes),) * len(args)}, or "
+            f"{tuple((axis,) for axis in in_axes)}"
+        )
+    if _is_axes(in_axes) and not per_argument:
+        return [in_axes] * len(jax.tree.leaves(args))
+    if not isinstance(in_axes, tuple | list):
+        raise TilingError(
+            f"`in_axes` (={in_axes!r}) must be a tuple with one entry per argument, as (None, (1, "
+            "2))"
+        )
+    if not per_argument:
+        raise TilingError(
+            f"`in_axes` (={in_axes}) has {len(in_axes)} entries for {len(args)} positional "
+            "arguments"
+        )
+    try:
+        return [
+            entry
+            for prefix, arg in zip(in_axes, args, strict=True)
+            for entry in _spread(prefix, arg)
+        ]
+    except ValueError as error:
+        raise TilingError(
+            f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}"
+        ) from None
+
+
+def _spread(prefix: Any, argument: Any) -> list[Entry]:
+    """A pytree prefix's entries, one per leaf of the argument.
+
+    >>> _spread({"image": (1, 2), "weights": None}, {"image": 0.0, "weights": [0.0, 0.0]})
+    [(1, 2), None, None]
+    """
+    entries: list[Entry] = []
+    jax.tree.map(
+        lambda entry, part: entries.extend([entry] * len(jax.tree.leaves(part))),
+        prefix,
+        argument,
+        is_leaf=_is_axes,
+    )
+    return entries
+
+
+def _labels(in_axes: Any, entry: Entry, leaf: Any) -> Axes:
     aval = jax.typeof(leaf)
     labels: list[int | None] = list(untiled(aval))
     for axis, dim in enumerate(_as_tuple(entry)):
@@ -229,10 +267,10 @@ def _labels(in_axes, entry, leaf) -> Axes:
     return tuple(labels)
 
 
-def _as_tuple(entry) -> tuple[int | None, ...]:
-    return (
-        () if entry is None else (entry,) if isinstance(entry, int | np.integer) else tuple(entry)
-    )
+def _as_tuple(entry: Entry) -> tuple[int | None, ...]:
+    if entry is None:
+        return ()
+    return (int(entry),) if isinstance(entry, int | np.integer) else tuple(entry)
 
 
 def _is_several(entry: Any) -> bool:

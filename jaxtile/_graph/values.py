@@ -84,8 +84,11 @@ class Node:
         return found
 
 
-Storage = Mapping[Value, Literal["device", "host"]]
-"""The values that are stored as whole arrays, and where they wait for the backward pass."""
+Place = Literal["device", "host"]
+"""Where a stored array waits for the backward pass: in the memory of the device or of the host."""
+
+Storage = Mapping[Value, Place]
+"""The values that are stored as whole arrays, and where they wait."""
 
 
 def is_held(value: Value, stored: Storage) -> bool:
@@ -134,6 +137,8 @@ def _constant_array(value: Value, env: dict[Value, Any]) -> Any:
     if value.known is not None:
         return value.known
     if value not in env:
-        operands = [_constant_array(v.array, env) for v in value.node.inputs]
-        env.update(zip(value.node.outputs, value.node.equation.bind(*operands), strict=True))
+        node = value.node
+        assert node is not None
+        operands = [_constant_array(v.array, env) for v in node.inputs]
+        env.update(zip(node.outputs, node.equation.bind(*operands), strict=True))
     return env[value]

@@ -182,7 +182,7 @@ def default_step(
 
     If the first result is a number, it is the loss; otherwise the loss is the sum of all results.
     """
-    tiled_axes, _ = flat_axes(in_axes, tuple(args), {}, jax.tree.leaves(tuple(args)))
+    tiled_axes, _ = flat_axes(in_axes, tuple(args), jax.tree.leaves(tuple(args)))
     leaves, tree = jax.tree.flatten(tuple(args))
     floats = [i for i, x in enumerate(leaves) if _is_float(x)]
     wanted = [i for i in floats if not any(a is not None for a in tiled_axes[i])] or floats

@@ -64,6 +64,6 @@ def _checked(spec: Any, rank: int, what: str) -> Grid:
         raise TilingError(
             f"{what} (={tiles}) must have one number per tiled axis, and `in_axes` has {rank}"
         )
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in tiles):
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) > 0 for n in tiles):
         raise TilingError(f"{what} (={tiles}) must be positive integers")
     return Grid(tuple(int(n) for n in tiles))

@@ -22,9 +22,10 @@ from .._mesh.collectives import reduction_step
 from .._mesh.devices import Devices
 from .._mesh.halos import Exchange, Halo
 from .._rules import Windows
+from .demands import plan
 from .grid import Grid, Tiles
 from .targets import Target, Targets
-from .tile import TilePlan, plan
+from .tile import TilePlan
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,6 +90,8 @@ class Region:
 
     def exchange(self, value: Value) -> Exchange:
         """What devices must know of each other's blocks of an input."""
+        assert self.devices is not None
+        assert self.plan is not None
         shape, axes = value.aval.shape, value.array.axes
         blocks, windows = self.devices.blocks(shape, axes), self.plan.windows.get(value, {})
         return Exchange(
@@ -141,7 +144,7 @@ def schedule(
         if not n.tiled and (n.equation.effects or any(v in targets.needed for v in n.outputs))
     ]
 
-    def when(step: Node | Region):
+    def when(step: Node | Region) -> tuple[int, int, int]:
         if isinstance(step, Region):
             return step.level, 1, step.index
         return max((targets.level(v) for v in step.inputs), default=0), 0, order[step]

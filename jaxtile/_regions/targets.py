@@ -15,7 +15,7 @@ A target's level is the longest chain of targets before it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .._errors import TilingError, describe
 from .._graph.values import Graph, Node, Storage, Value, is_held
@@ -126,7 +126,7 @@ class Targets:
             target.rides_on = self._carrier(target.reduction)
         if target.rides_on in (None, target.result):
             together = [target, *self._riders(target)]
-            inside = frozenset(t.reduction for t in together if t.reduction is not None)
+            inside = _reductions(together)
             for each in together:
                 whole = self._in_one_piece(target.grid)
                 _collect(each, self._stored, inside if whole else frozenset())
@@ -138,7 +138,7 @@ class Targets:
             target.level = leader.level
             if not self._in_one_piece(target.grid):
                 target.grid = leader.grid
-                inside = frozenset(t.reduction for t in self._riders(leader))
+                inside = _reductions(self._riders(leader))
                 whole = self._in_one_piece(leader.grid)
                 _collect(target, self._stored, inside if whole else frozenset())
         target.grid = self._fitted(target)
@@ -186,14 +186,15 @@ class Targets:
         pending = list(reduction.inputs)
         while pending:
             value = pending.pop()
+            node = value.node
             if not value.tiled:
                 others.append(value)
-            elif value in self._stored and value.node is not None and value.node.reduction is None:
+            elif value in self._stored and node is not None and node.reduction is None:
                 stored.add(value)
-            elif is_held(value, self._stored):
+            elif node is None or is_held(value, self._stored):
                 return None
-            elif value.node.rule.by_position or not any(v.tiled for v in value.node.inputs):
-                pending.extend(value.node.inputs)
+            elif node.rule.by_position or not any(v.tiled for v in node.inputs):
+                pending.extend(node.inputs)
             else:
                 return None
         if len(stored) != 1:
@@ -201,6 +202,10 @@ class Targets:
         (value,) = stored
         in_time = all(self.level(v) < self.level(value) for v in others)
         return value if in_time else None
+
+
+def _reductions(targets: Iterable[Target]) -> frozenset[Node]:
+    return frozenset(t.reduction for t in targets if t.reduction is not None)
 
 
 def _needed(graph: Graph) -> set[Value]:
@@ -270,6 +275,6 @@ def _collect(target: Target, stored: Storage, inside: frozenset[Node]) -> None:
                 target.inputs[value] = None
             elif not value.array.concrete:
                 target.globals[value] = None
-        elif node not in target.nodes:
+        elif node is not None and node not in target.nodes:
             target.nodes[node] = None
             pending.extend(node.inputs)

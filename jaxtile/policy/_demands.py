@@ -11,7 +11,7 @@ import numpy as np
 from .._errors import Mixes, TilingError
 from .._geometry import Window
 from .._graph.values import Node, Value
-from .._regions.tile import plan
+from .._regions.demands import plan
 from .._rules import traits
 
 

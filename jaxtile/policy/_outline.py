@@ -19,14 +19,14 @@ import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
-from .._graph.build import build
+from .._graph.build import build_storing
 from .._graph.operations import Operation, Operations, contract
 from .._graph.trace import Traced, trace
-from .._graph.values import Graph, Node, Storage, Value
+from .._graph.values import Graph, Node, Place, Storage, Value
 from .._regions.grid import GridSpec
 from .._rules import traits
 from ._demands import Demands, Probe, fuses, works
@@ -118,7 +118,7 @@ def outline(fun: Callable[..., Any], *args: Any, in_axes: Any, **kwargs: Any) ->
 
 def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
     """The outline, the value behind each name, and the graph that these are in."""
-    graph = build(traced.jaxpr, traced.consts, traced.in_axes, names=traced.names, store_mixed=True)
+    graph = build_storing(traced.jaxpr, traced.consts, traced.in_axes, traced.names)
     operations, members = contract(graph, _worth_storing(graph))
     ends = list(members)
     facts = _Facts(
@@ -248,7 +248,7 @@ def apply(
     choices: Choices, values: Mapping[str, Value]
 ) -> tuple[Storage, dict[Value | EllipsisType, GridSpec]]:
     """What a policy stores, and the grids as `jaxtile.checkpoint` takes them."""
-    stored: dict[Value, Literal["device", "host"]] = {}
+    stored: dict[Value, Place] = {}
     grids: dict[Value | EllipsisType, GridSpec] = {}
     for name, choice in choices.items():
         if isinstance(name, EllipsisType):
