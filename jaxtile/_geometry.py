@@ -50,9 +50,9 @@ class Stencil:
         return (self.kernel - 1) * self.dilation + 1
 
     def demand(self, lo: Position, hi: Position) -> tuple[Position, Position]:
-        """The inputs `[lo, hi)` that outputs `[lo, hi)` read.
+        """Where the inputs begin and end that the outputs `[lo, hi)` read.
 
-        Unclipped. Works on integers and on arrays.
+        They may lie outside the array. Works on integers and on arrays of them.
         """
         first = lo * self.stride - self.before
         last = (hi - 1) * self.stride - self.before + self.extent - 1

@@ -92,7 +92,9 @@ def build_inside(
 class _Builder:
     """The walk over a jaxpr: the nodes made so far, and what they need stored.
 
-    `calls` are the places of the calls that are being looked through, the innermost one last.
+    `calls` are the places of the calls that are being looked through, the innermost one last. What
+    cannot be tiled is an error, unless `store_mixed`: then its operands are stored. `inside`: the
+    jaxpr is evaluated inside a tile, where nothing can be stored.
     """
 
     def __init__(

@@ -38,12 +38,12 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """The equations that lead to one named value."""
+    """The equations that lead to one value that is named, returned or read by several others."""
 
     name: str
     kind: str
     """`convolution`, `contraction`, `max_pool`, `window`, `random`, `reduction`, `elementwise` or
-    `movement`: the first of these that one of its equations is."""
+    `movement`: the first of these that one of its equations is; `elementwise` if none is known."""
     inputs: tuple[Tensor, ...]
     """Arguments, constants and results of other operations that it reads, each once."""
     outputs: tuple[Tensor, ...]

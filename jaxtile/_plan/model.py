@@ -24,6 +24,9 @@ some time. Where operations of a tiled stretch wait for a reduction inside it (b
 all up to the reduction is computed in one more loop, forwards and backwards. Each loop has its own
 cotangents of what the stretch reads, and XLA adds them up when it has all.
 
+The model is there twice, and both should agree. `stretches` has tables for the solver (`_plain`,
+`_tiled`, `_offloaded`); `estimate` costs one schedule that somebody else chose (`_stage`).
+
 Limits: the model does not know what XLA fuses, packs or reuses. The search compiles what the solver
 finds, and corrects the bytes.
 """

@@ -1,6 +1,6 @@
 """Where a graph is cut, and what one tile computes.
 
-Read `targets` (what must exist as a whole array, and on which grid), `regions` (what is computed
-together, in which order), `tile` (what one tile is, and how it is evaluated) and `demands` (which
-windows it needs).
+Read `grid` (in tiles or in one piece), `targets` (what must exist as a whole array, and on which
+grid), `regions` (what is computed together, in which order), `tile` (what one tile is, and how it
+is evaluated) and `demands` (which windows it needs). A call comes in at `regions.schedule`.
 """

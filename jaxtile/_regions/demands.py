@@ -1,9 +1,9 @@
 """Which window of every value one tile needs.
 
 The walk goes from the wanted windows back to the inputs. The window of a value is the hull of what
-its readers demand, clipped to the array and of one size for all tiles, so regions shrink from layer
-to layer. Two convolutions of width 3 after each other, of which rows 8 to 12 are wanted: the second
-demands rows 7 to 13 of the first's result, and that rows 6 to 14 of the input.
+its readers demand, clipped to the array and of one size for all tiles, so windows grow from the
+last layer to the first. Two convolutions of width 3 after each other, of which rows 8 to 12 are
+wanted: the second demands rows 7 to 13 of the first's result, and that rows 6 to 14 of the input.
 
 A value's window is settled when all its readers have been visited, and instructions are made when
 all windows are settled: only then is it known where in a window a reader finds what it asked for.

@@ -1,6 +1,9 @@
 """Rules per primitive, one file per family.
 
-Importing this package fills the table in `registry`.
+Read `registry` first: what a rule is. Importing this package fills the table there. Three files
+have no rules: `convolve` and `max_pool` have gradients that are faster than JAX's, and
+`transposing` says where they must not be used. The rules of `custom_jvp` and `custom_vjp` are in
+`jaxtile._derivatives`.
 """
 
 from . import contraction as contraction

@@ -28,8 +28,8 @@ is all that a primitive needs that moves positions along no dimension but the la
             return Step([Need(sole(windows))], lambda scalars, x: eqn.bind(x))
 
 A primitive that works position by position needs no rule of its own: its name is added to the list
-in `elementwise.py`. A primitive without any traits is taken to be expensive and not linear, which
-is safe.
+of those with the same traits in `elementwise.py`. A primitive without any traits is taken to be
+neither fused nor linear, which is safe; a test wants a kind for every rule all the same.
 
 Rules are registered by the primitive's *name*: some primitives exist only in some of the supported
 JAX versions, and several are not exported at all.
@@ -82,7 +82,8 @@ class Equation:
     """Where it was traced, and the calls that it was inlined from, innermost first."""
     effects: Any = ()
     inside: bool = False
-    """Is it part of a function with a derivative rule, or of that rule, and not of the graph?"""
+    """Is it inside a function with a derivative rule, or inside that rule? Then it runs in a tile,
+    and nothing can be stored for it."""
 
     def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
         """Apply the primitive to other operands, with some of its parameters changed."""
@@ -235,7 +236,8 @@ Kind = Literal[
 """A primitive's kind of work.
 
 A compiler makes elementwise work, movement and random numbers part of what reads them. A window is
-work that reads several positions for each result, as a pool or a sort. `max_pool` is apart because
+work that reads several positions for each result, along whatever dimension, as a pool or a sort;
+take it for linear algebra on small matrices, too. `max_pool` is apart because
 its gradient costs more than that of other windows. Other: not known.
 """
 

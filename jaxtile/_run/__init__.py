@@ -1,5 +1,6 @@
 """Running a schedule, forwards and backwards.
 
-Read `recompute` (what is kept between the passes: nothing but inputs), `loop` (tiles one after the
-other), `sharded` (the same on each device of a mesh) and `execute` (all regions in order).
+Read `recompute` (the `custom_vjp` that joins the passes: what it keeps of a region is its inputs,
+and of reductions what cannot be computed again), `loop` (tiles one after the other), `sharded` (the
+same on each device of a mesh) and `execute` (all regions in order; a call comes in here).
 """

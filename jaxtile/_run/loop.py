@@ -1,9 +1,13 @@
 """Run a region: one loop over its tiles, and one more loop for its derivative.
 
 The forward loop reads windows of the inputs, computes a tile, and writes the targets' tiles in
-place. It keeps nothing. The backward loop reads the same windows, recomputes the tile, takes this
-tile's share of the targets' cotangents, pulls it back through the tile, and adds the result into
-place. Each element of a target belongs to one tile, so nothing is counted twice.
+place. It keeps nothing else, but for what a reduction must remember (`Reduction.remember`). The
+backward loop reads the same windows, recomputes the tile, takes this tile's share of the targets'
+cotangents, pulls it back through the tile, and adds the result into place. Each element of a target
+belongs to one tile, so nothing is counted twice.
+
+`Loop.forward` and `Loop.backward` are called by `recompute`; the scans are in `Loop.accumulate` and
+`Loop.pull`.
 
 Known inefficiencies: the backward loop holds the residuals of a whole tile, not of a part of it; a
 cotangent of a stored array is a second array of its size.

@@ -1,7 +1,9 @@
 """Regions that keep nothing of their inside: their residuals are their inputs.
 
-`Loop` computes a region tile by tile, `Whole` all at once; both do it again in the backward pass.
-An input that the policy offloads waits for that in host memory.
+`run` is a `custom_vjp` around a region: here its forward and its backward pass are joined. `Loop`
+(in `loop`) computes a region tile by tile, `Whole` all at once; both do it again in the backward
+pass. What cannot be computed again bit for bit, the state of a reduction, is kept as well. An input
+that the policy offloads waits for the backward pass in host memory.
 """
 
 from __future__ import annotations
