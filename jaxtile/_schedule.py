@@ -15,7 +15,7 @@ from ._graph.build import Policy, build
 from ._graph.trace import Traced, inside, trace
 from ._mesh.devices import Devices, automatic, devices_of
 from ._regions.grid import GridSpec, Tiles
-from ._regions.regions import Schedule, schedule
+from ._regions.regions import Schedule, schedule_of
 from ._run.execute import execute
 from .policy import GraphPolicy, resolve
 from .policy._outline import apply, outlined
@@ -64,9 +64,9 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
         def run_flat(*leaves: Any) -> tuple[list[jax.Array], list[Any]]:
             nonlocal out_tree
             args, kwargs = jax.tree.unflatten(tree, leaves)
-            plan, traced = scheduled(fun, args, kwargs, options)
+            schedule, traced = scheduled(fun, args, kwargs, options)
             out_tree = traced.out_tree
-            return execute(plan, traced.arguments), plan.specs
+            return execute(schedule, traced.arguments), schedule.specs
 
         if options.mesh is None:
             results, _ = run_flat(*leaves)
@@ -86,7 +86,7 @@ def scheduled(
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
     if not isinstance(policy, GraphPolicy):
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
-        return schedule(graph, graph.stored, tiles, traced.rank, devices), traced
+        return schedule_of(graph, graph.stored, tiles, traced.rank, devices), traced
     view, values, graph = outlined(traced)
     stored, chosen = apply(policy.choose(view), values)
     if isinstance(tiles, Mapping):
@@ -98,7 +98,7 @@ def scheduled(
         key: tiles if grid == "whole" else _per_device(grid, devices)
         for key, grid in chosen.items()
     }
-    return schedule(graph, {**graph.stored, **stored}, grids, traced.rank, devices), traced
+    return schedule_of(graph, {**graph.stored, **stored}, grids, traced.rank, devices), traced
 
 
 def _per_device(grid: GridSpec, devices: Devices | None) -> GridSpec:

@@ -122,7 +122,7 @@ class Schedule:
         return [step for step in self.steps if isinstance(step, Region)]
 
 
-def schedule(
+def schedule_of(
     graph: Graph, stored: Storage, tiles: Tiles, rank: int, devices: Devices | None = None
 ) -> Schedule:
     """Regions that compute what is stored, on the given grids."""

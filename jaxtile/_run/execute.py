@@ -15,10 +15,11 @@ from .recompute import Recomputed, Whole, evaluate, run, to_host
 from .sharded import Sharded
 
 
-def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
+def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     """The outputs of the function for flat arguments."""
-    devices = plan.devices
-    env: dict[Value, Any] = dict(zip(plan.graph.inputs, map(jax.numpy.asarray, flat), strict=True))
+    devices = schedule.devices
+    arrays = map(jax.numpy.asarray, flat)
+    env: dict[Value, Any] = dict(zip(schedule.graph.inputs, arrays, strict=True))
     if devices is not None:
         env = {v: devices.split(x, v.axes) for v, x in env.items()}
     hosted: dict[Value, jax.Array] = {}
@@ -28,7 +29,7 @@ def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
         array, x = value.array, lookup(env, value.array)
         return x if devices is None else devices.join(x, array.aval.shape, array.axes)
 
-    for step in plan.steps:
+    for step in schedule.steps:
         if not isinstance(step, Region):
             operands = [whole(v) for v in step.inputs]
             env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
@@ -45,9 +46,9 @@ def execute(plan: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
         hosted |= {
             t.result: to_host(env[t.result])
             for t in step.targets
-            if t.reduction is None and plan.stored.get(t.result) == "host"
+            if t.reduction is None and schedule.stored.get(t.result) == "host"
         }
-    return [_as_array(whole(v)) for v in plan.graph.outputs]
+    return [_as_array(whole(v)) for v in schedule.graph.outputs]
 
 
 def _body(region: Region) -> Recomputed:

@@ -28,7 +28,7 @@ from .._geometry import owned
 from .._graph.values import Value
 from .._regions.regions import Region
 from .._regions.targets import Target
-from .._regions.tile import Column, Cut, lookup
+from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
 from .._rules.reductions import accumulation_dtype, masked
 from .recompute import (
@@ -46,7 +46,7 @@ from .recompute import (
 
 Row = Sequence[Any]
 """The positions of one tile: a row of the table."""
-Slots = Sequence[tuple[int | Column, int]]
+Slots = Sequence[tuple[Slot, int]]
 """Per dimension of an array, where a tile's window begins, and its size."""
 State = tuple[Array, ...]
 Sums = tuple[list[Array], list[Array]]
@@ -101,7 +101,7 @@ class Loop:
             for d, n in enumerate(layout.shape(value))
         ]
 
-    def _ownership(self, value: Value, windows: Windows) -> list[tuple[int, int | Column]]:
+    def _ownership(self, value: Value, windows: Windows) -> list[tuple[int, Slot]]:
         """Where tiles overlap: dimension, and how many leading positions each tile owns."""
         counts = {d: (w, owned(w, value.aval.shape[d])) for d, w in windows.items()}
         return [
@@ -322,11 +322,6 @@ def _result_windows(target: Target, windows: Sequence[Windows]) -> Windows:
         return windows[0]
     by_axis = {w.axis: w for each in windows for w in each.values()}
     return {d: by_axis[a] for d, a in enumerate(target.result.axes) if a is not None}
-
-
-def at(slot: int | Column, row: Row) -> Any:
-    """The position that a slot stands for in this tile."""
-    return row[slot.index] if isinstance(slot, Column) else slot
 
 
 def _whole(x: Array, slots: Slots) -> bool:

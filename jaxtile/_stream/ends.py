@@ -10,7 +10,7 @@ import numpy as np
 
 from .._errors import TilingError
 from .._graph.values import Value
-from .._run.loop import at
+from .._regions.tile import at
 
 
 class Source:

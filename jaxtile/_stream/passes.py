@@ -11,8 +11,8 @@ import numpy as np
 
 from .._graph.values import Node, Value
 from .._regions.regions import Region, Schedule
-from .._regions.tile import lookup
-from .._run.loop import Loop, at, window
+from .._regions.tile import at, lookup
+from .._run.loop import Loop, window
 from .ends import Sink, Source, slices
 
 Share = tuple[jax.Array, ...]

@@ -33,7 +33,7 @@ from .._graph.inline import any_call
 from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Storage, Value
 from .._regions.grid import Tiles
-from .._regions.regions import Region, schedule
+from .._regions.regions import Region, schedule_of
 from .._regions.tile import lookup
 from .._rules import Equation
 from .ends import Sink, Source, all_of, dtype_of
@@ -124,7 +124,7 @@ class _Program:
             self.held = _store_nothing(self.graph)
             outputs = {v for v in self.graph.outputs if v.node is not None}
             stored: Storage = dict.fromkeys(self.held | outputs, "device")
-            plan = schedule(self.graph, stored, tiles, traced.rank)
+            plan = schedule_of(self.graph, stored, tiles, traced.rank)
         except TilingError as error:
             error.add_note("`jaxtile.stream` stores nothing: it has no `policy`")
             raise
