@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import jaxtile
@@ -28,6 +29,19 @@ def max_pool(x, size=2, stride=None, padding="VALID"):
     window = (1, *(size,) * (x.ndim - 2), 1)
     strides = (1, *(stride or size,) * (x.ndim - 2), 1)
     return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding)
+
+
+def parametrize_few(names, cases, always: int = 1, **options):
+    """`pytest.mark.parametrize`, with all cases but the first few among the long tests."""
+    several = not isinstance(names, str) or "," in names
+
+    def long(case):
+        values = case if several else (case,)
+        return pytest.param(*values, marks=pytest.mark.slow)
+
+    cases = list(cases)
+    found = [*cases[:always], *(long(case) for case in cases[always:])]
+    return pytest.mark.parametrize(names, found, **options)
 
 
 def scalar(outputs) -> jax.Array:

@@ -16,6 +16,7 @@ from .test_experiments import run
 PROBLEM = "alexnet,67,float32,8"
 
 
+@pytest.mark.slow
 def test_table_of_one_problem(tmp_path):
     arguments = ["experiments.bench", f"--workdir={tmp_path}", f"--problem={PROBLEM}"]
     done = run(*arguments, "--repeats=1")

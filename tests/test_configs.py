@@ -10,6 +10,8 @@ from experiments.program.config import ConfigError, base, check, differences, fi
 from experiments.training.step import Step, make_optimiser
 from experiments.training.task import Task
 
+from .support import parametrize_few
+
 FILES = sorted(pathlib.Path(__file__).parent.parent.glob("configs/[!_s]*.py"))
 
 
@@ -18,7 +20,7 @@ def test_all_are_there():
     assert [file.stem for file in FILES] == names.split()
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@parametrize_few("file", FILES, always=3, ids=lambda file: file.stem)
 def test_a_shipped_config(file):
     """It opens with its command, its fields are valid, and its step can be planned at its size."""
     name = f"configs/{file.name}"

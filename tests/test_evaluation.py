@@ -20,6 +20,7 @@ from experiments.training.setup import load_data
 from experiments.training.step import Step, batch_shapes, make_optimiser
 from experiments.training.task import Task
 
+from .support import parametrize_few
 from .test_task import by_definition
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -102,7 +103,7 @@ def _fits(task, n):
     return True
 
 
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@parametrize_few("padding", ["SAME", "VALID"])
 def test_whole_files_of_several_sizes(folder, padding):
     config = config_for(folder, channels=2, depth=1, padding=padding, dropout=0.0)
     evaluation, weights = evaluation_of(config, folder / "run")
@@ -153,6 +154,7 @@ def classes_of(folder, sizes):
                 np.save(folder / split / str(c) / f"{i}.npy", image)
 
 
+@pytest.mark.slow
 def test_classes_of_whole_files(tmp_path):
     classes_of(tmp_path, ((40, 36), (52, 45)))
     config = config_for(tmp_path, "resnet50", blocks=(1, 1), width=4)
@@ -232,6 +234,7 @@ def test_an_error_in_a_mask_ends_all_processes(folder, tmp_path):
         assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_says_what_it_found_and_evaluated(folder, tmp_path, processes):
     """With two processes, they share the files. Class 3 is in no mask."""

@@ -25,6 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -46,6 +47,7 @@ def test_program(arguments, words):
         assert word in done.stdout
 
 
+@pytest.mark.slow
 def test_calibrate_writes_a_table_that_the_planner_reads(tmp_path, monkeypatch):
     path = tmp_path / "costs.json"
     done = run("experiments.calibrate", "--size=16", "--repeats=1", f"--output={path}")

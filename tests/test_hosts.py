@@ -17,6 +17,8 @@ import pytest
 from experiments.devices.hosts import find_devices
 from experiments.program.config import ConfigError
 
+from .support import parametrize_few
+
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 60
 
@@ -76,6 +78,7 @@ def ended(process, seconds=60):
         process.kill()
 
 
+@pytest.mark.slow
 def test_two_processes_one_lost_and_gone_on_with(tmp_path):
     workdir = tmp_path / "many"
     processes = launch_two(workdir)
@@ -140,7 +143,7 @@ def test_a_full_disk_in_the_first_process_ends_all(tmp_path):
         assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "number, reason",
     [
         (signal.SIGKILL, "the connection to process 1 closed"),
@@ -173,6 +176,7 @@ def test_processes_with_other_settings_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_one_process_with_a_mesh(tmp_path):
     run = launch(tmp_path, "--config.mesh=(2,2)", "--config.data.size=30", devices=4)
     text = ended(run, 300)

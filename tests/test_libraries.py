@@ -6,6 +6,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax import nnx
 
 from .support import assert_same, normal
@@ -21,6 +22,7 @@ def as_float64(tree):
     )
 
 
+@pytest.mark.slow
 def test_linen_unet_in_training_mode():
     class Block(nn.Module):
         features: int

@@ -14,7 +14,7 @@ from jaxtile._memory.estimate import estimate_memory
 from jaxtile._memory.report import memory
 
 from .reference_models import shape
-from .support import conv
+from .support import conv, parametrize_few
 
 
 def network(params, x):
@@ -35,7 +35,7 @@ def training(fun=network):
 TILED = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=(4, 4))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@parametrize_few("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "fun", [network, jax.checkpoint(network), TILED], ids=["plain", "again", "tiled"]
 )

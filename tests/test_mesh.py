@@ -19,7 +19,7 @@ import policies
 
 from .meshes import AXES, WEIGHTS, devices, on, sharded
 from .random_networks import networks
-from .support import assert_close, assert_same, conv, max_pool, normal, results
+from .support import assert_close, assert_same, conv, max_pool, normal, parametrize_few, results
 from .test_models import NAMES, labels, make, saves_convolutions
 from .test_random_networks import _SETTINGS
 
@@ -65,7 +65,7 @@ GRIDS = {
 EVEN, UNEVEN = (2, 16, 16, 2), (2, 19, 11, 2)
 
 
-@pytest.mark.parametrize("name", ["tiles", "whole", "mixed"])
+@parametrize_few("name", ["tiles", "whole", "mixed"])
 def test_grids(name):
     tiles, policy = GRIDS[name]
     check(network, inputs(network, UNEVEN), (3, 2), tiles=tiles, policy=policy)
@@ -112,7 +112,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize_few("name", CASES, always=3)
 def test_hard_cases(name):
     fun, size, shape, tiles = CASES[name]
     check(fun, inputs(fun, size), shape, tiles=tiles)
@@ -162,14 +162,14 @@ def check_model(name: str, shape, tiles) -> None:
     assert_close(results(tiled, args), want)
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "name, shape, tiles",
     [
+        ("local_cnn", (2, 1), (2, 2)),
         ("unet", (2, 2), "whole"),
         ("resnet50", (8, 1), "whole"),
         ("alexnet", (1, 2), (1, 1)),
         ("vgg16", (4, 2), (1, 2)),
-        ("local_cnn", (2, 1), (2, 2)),
     ],
 )
 def test_models(name, shape, tiles):
@@ -212,7 +212,7 @@ def loss_of(weights, x):
     return sum(jnp.sum(jnp.sin(out)) for out in network(weights, x))
 
 
-@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+@parametrize_few("kind", ["explicit", "automatic"])
 def test_arguments_on_the_mesh(kind):
     """Distributed arguments, of meshes with and without shardings in types, in and out of `jit`."""
     types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 2
@@ -241,6 +241,7 @@ def test_without_jit():
     assert_close(got, want)
 
 
+@pytest.mark.slow
 def test_data_parallel_training():
     """The batch is one more tiled axis; the optimiser does not notice."""
     mesh = devices(2, 2, 2, names=("data", "rows", "cols"))

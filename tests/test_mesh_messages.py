@@ -19,7 +19,7 @@ from jaxtile._geometry import Window
 from jaxtile._mesh.halos import Blocks, Halo
 
 from .meshes import AXES, WEIGHTS, devices, on, sharded
-from .support import assert_close, conv, max_pool, normal
+from .support import assert_close, conv, max_pool, normal, parametrize_few
 from .test_models import NAMES
 from .test_random_networks import _SETTINGS
 
@@ -107,7 +107,7 @@ GATHERED = {
 }
 
 
-@pytest.mark.parametrize("name", GATHERED)
+@parametrize_few("name", GATHERED, always=2)
 def test_no_activation_is_gathered(name):
     """XLA's own partitioning gathers these, or adds up whole activations; a tiled function sends
     halos, as many bytes as `explain` says, and adds up the gradients of weights.

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxtile.nn
 import models
 
-from .support import assert_close, assert_same, normal
+from .support import assert_close, assert_same, normal, parametrize_few
 
 NAMES = jax.checkpoint_policies.save_only_these_names
 FLOAT64 = {"param_dtype": jnp.float64}
@@ -71,7 +71,7 @@ UNETS = {
 }
 
 
-@pytest.mark.parametrize("name", UNETS)
+@parametrize_few("name", UNETS)
 def test_unet(name):
     options, shape, tiles, policy = UNETS[name]
     model = make("unet", 1, 3, **options)
@@ -87,13 +87,13 @@ def saves_convolutions(primitive, *_, **params):
 
 
 RESNETS = {
+    "batch statistics, nothing stored": (dict(blocks=(1,), width=2), (2, 21, 17, 3), (3, 2), None),
     "batch statistics, convolutions stored": (
         dict(blocks=(1, 2), width=2),
         (2, 37, 30, 3),
         (2, 2),
         saves_convolutions,
     ),
-    "batch statistics, nothing stored": (dict(blocks=(1,), width=2), (2, 21, 17, 3), (3, 2), None),
     "frozen": (
         dict(blocks=(1, 1, 1), width=2, frozen=True),
         (1, 43, 50, 3),
@@ -104,7 +104,7 @@ RESNETS = {
 }
 
 
-@pytest.mark.parametrize("name", RESNETS)
+@parametrize_few("name", RESNETS)
 def test_resnet50(name):
     options, shape, tiles, policy = RESNETS[name]
     model = make("resnet50", 5, **options)
@@ -123,7 +123,7 @@ def test_resnet50_of_full_depth():
     assert_tiled_same(model, *args, axes=((1, 2), None), tiles=(2, 2), policy=policy)
 
 
-@pytest.mark.parametrize("tiles, policy", [((3, 2), NAMES("pool2")), ((2, 1), None)])
+@parametrize_few("tiles, policy", [((3, 2), NAMES("pool2")), ((2, 1), None)])
 def test_alexnet(tiles, policy):
     args = (normal(1, 1, 79, 67, 3),)
     tiles = {"pool2": tiles, ...: (1, 1)} if policy else tiles
@@ -151,7 +151,7 @@ def test_vgg16_in_one_region():
     assert_tiled_same(make("vgg16", width=4), *args, axes=((1, 2),), tiles=(2, 2))
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "tiles, policy",
     [
         ((3, 2), NAMES("L1.filterNL")),
@@ -167,6 +167,7 @@ def test_local_cnn(tiles, policy):
     assert_tiled_same(model, *args, axes=((1, 2), None), tiles=tiles, policy=policy)
 
 
+@pytest.mark.slow
 def test_local_cnn_against_a_numpy_loop():
     """Scores, and gradients by the chain rule written out in loops."""
     model = make("local_cnn", (7, 6), 2, channels=3, kernels=(3, 2), num_classes=4)
@@ -215,6 +216,7 @@ def test_local_cnn_against_a_numpy_loop():
     assert_close(jnp.asarray(g), image_gradient)
 
 
+@pytest.mark.slow
 def test_a_module_is_trained_as_without_tiles():
     """Loss, gradients and the module itself after two steps under `nnx.jit`."""
 

@@ -16,7 +16,7 @@ import jaxtile
 import policies
 from jaxtile import TilingError, nn
 
-from .support import assert_close, normal
+from .support import assert_close, normal, parametrize_few
 
 IMAGE = normal(0, 2, 7, 6, 3)
 MAP = (1, 2)
@@ -176,7 +176,7 @@ def compare(run, name):
     assert_close(arrays(state), arrays(plain_state))
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize_few("name", CASES, always=4)
 def test_under_nnx_jit(name):
     def run(fun, args):
         step = nnx.jit(fun)
@@ -190,7 +190,7 @@ def test_without_jit(name):
     compare(lambda fun, args: fun(*args), name)
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize_few("name", CASES, always=5)
 def test_gradients_of_split_modules(name):
     def run(fun, args):
         nodes, rebuild = parts(args)

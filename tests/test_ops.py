@@ -11,7 +11,7 @@ from flax import nnx
 import jaxtile
 from jaxtile import nn, ops
 
-from .support import assert_close, assert_same, normal, results
+from .support import assert_close, assert_same, normal, parametrize_few, results
 
 IMAGE = normal(0, 2, 13, 11, 4)
 KERNEL = normal(1, 3, 3, 4, 6)
@@ -214,7 +214,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@parametrize_few("name", LAYERS, always=3)
 def test_layers(name):
     """Outputs, gradients and state after two calls, one of them in evaluation mode."""
 

@@ -25,7 +25,7 @@ from jaxtile._plan.search import _named, portfolio
 from jaxtile._plan.solver import fastest, smallest
 
 from .random_networks import CHANNELS, Network
-from .support import assert_close, assert_same, conv, normal
+from .support import assert_close, assert_same, conv, normal, parametrize_few
 from .test_solver import optimum
 
 AXES = (None, (1, 2))
@@ -61,7 +61,7 @@ def plan(fun=network, budget="1MiB", **kwargs) -> policies.Plan:
     )
 
 
-@pytest.mark.parametrize("fun", [network, normed])
+@parametrize_few("fun", [network, normed])
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.4])
 def test_the_budget_is_kept_and_the_result_exact(fun, share):
     budget = int(share * compiled_bytes(fun))
@@ -105,7 +105,7 @@ def test_progress_is_told():
     assert " fits " in after[-1]
 
 
-@pytest.mark.parametrize("fun", [network, normed])
+@parametrize_few("fun", [network, normed])
 @pytest.mark.parametrize("share", [0.9, 0.4])
 def test_few_schedules_are_compiled_and_each_after_one_that_fits_is_faster(fun, share):
     found, before, after = told(fun, int(share * compiled_bytes(fun)))
@@ -135,6 +135,7 @@ def test_the_promise_is_about_the_program_that_runs(monkeypatch):
     assert found.seconds <= 1.3 * expected.seconds
 
 
+@pytest.mark.slow
 def test_without_time_the_first_schedule_that_fits_is_taken():
     _, before, after = told(normed, "1GiB", time_limit=0.0)
     assert len(before) == 2
@@ -232,7 +233,7 @@ def clip_gradient(x):
 clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
-@pytest.mark.parametrize("fun", [fan, clipped, lambda w, x: network(w, x[:, :9, :7])[None]])
+@parametrize_few("fun", [fan, clipped, lambda w, x: network(w, x[:, :9, :7])[None]])
 def test_the_smallest_budget_works_and_so_does_every_larger_one(fun):
     weights, x = WEIGHTS, normal(0, 1, 11, 9, 4)
     quiet = {"in_axes": AXES, "progress": lambda line: None}
@@ -360,7 +361,7 @@ def reference_model(name: str) -> Model:
     return Model(outline, BUILT_IN["gpu"], offload=True)
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize_few("name", CASES)
 def test_never_slower_than_the_catalogue_and_monotone(name):
     """By its own cost model, at the same bytes."""
     model = reference_model(name)
@@ -459,6 +460,7 @@ def check_promise(fun, args, in_axes, share: float) -> None:
     assert found.measured_bytes == compiled(tiled).total <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vgg16", "alexnet", *SLOW])
 def test_budgets_are_kept_on_the_reference_models(name):
     batch = 8 if name in ("alexnet", "local_cnn") else 1
@@ -466,12 +468,7 @@ def test_budgets_are_kept_on_the_reference_models(name):
     check_promise(found.loss, found.arguments, found.in_axes, 0.65)
 
 
-MANY = [
-    pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(range(4, 24), SHARES)
-]
-
-
-@pytest.mark.parametrize(("seed", "share"), [*zip(range(4), SHARES * 2, strict=True), *MANY])
+@parametrize_few(("seed", "share"), itertools.product(range(22), SHARES))
 def test_budgets_are_kept_on_networks_that_nobody_tuned_for(seed, share):
     fun = drawn(seed)
     check_promise(fun, jax.eval_shape(lambda: fun.args), AXES, share)

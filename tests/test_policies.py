@@ -12,7 +12,7 @@ import jaxtile
 import policies
 
 from . import reference_models as reference
-from .support import assert_close, assert_same, conv, normal
+from .support import assert_close, assert_same, conv, normal, parametrize_few
 
 IMAGE = normal(0, 1, 16, 12, 3)
 WEIGHTS = [normal(i, 3, 3, 3, 3) for i in range(1, 5)]
@@ -57,12 +57,12 @@ def test_every_policy_has_an_example_here_or_below():
     assert known - {e.partition(":")[0] for e in EXAMPLES} == {"budget"}
 
 
-@pytest.mark.parametrize("text", EXAMPLES)
+@parametrize_few("text", EXAMPLES, always=4)
 def test_exact(text):
     assert_same(named, WEIGHTS, IMAGE, in_axes=AXES, tiles="whole", policy=policies.resolve(text))
 
 
-@pytest.mark.parametrize("text", ["retained", "store_convs", "every:3", "sqrt", "tiled:4x3"])
+@parametrize_few("text", ["retained", "store_convs", "every:3", "sqrt", "tiled:4x3"], always=2)
 @pytest.mark.parametrize("fun", [unnamed, mixing])
 def test_functions_without_names(fun, text):
     assert_same(fun, WEIGHTS, IMAGE, in_axes=AXES, tiles="whole", policy=policies.resolve(text))

@@ -312,6 +312,7 @@ def held() -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="memory is read from /proc")
 def test_memory_does_not_grow_with_the_image(tmp_path):
     done = subprocess.run(

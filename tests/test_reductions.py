@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 
-from .support import assert_same, conv, normal
+from .support import assert_same, conv, normal, parametrize_few
 
 IMAGE = normal(0, 2, 11, 9, 4)
 PARAMS = {"w": normal(1, 3, 3, 4, 4), "m": normal(2, 4, 4)}
@@ -130,7 +130,7 @@ def test_reduction(fun):
     assert_same(fun, PARAMS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 4))
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "tiles",
     [
         (3, 4),
@@ -139,6 +139,7 @@ def test_reduction(fun):
         {"z": None, ...: (3, 2)},
         {"y": (3, 1), ...: None},
     ],
+    always=2,
 )
 @pytest.mark.parametrize("saved", [("y", "z"), ("y", "z", "rows")])
 def test_reductions_of_stored_values(tiles, saved):

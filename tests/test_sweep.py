@@ -17,6 +17,8 @@ from experiments.measuring.results import Result, append, read
 from experiments.program.config import ConfigError, load, sweep
 from experiments.sweep import cells, selected
 
+from .support import parametrize_few
+
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = """
 from experiments.program.config import sweep
@@ -64,6 +66,7 @@ def wait_for(handle: int) -> None:
     os.close(handle)
 
 
+@pytest.mark.slow
 def test_a_sweep_and_the_same_again(tmp_path):
     code, text = run(tmp_path)
     assert code == 0, text
@@ -90,6 +93,7 @@ def test_a_sweep_and_the_same_again(tmp_path):
     assert read(tmp_path / "sweep")[0].keys() == found.keys()
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_killed_or_too_slow_costs_itself_only(tmp_path):
     process = launch(tmp_path, "--only", "*,plain", "--config.repeats=100000")
     os.kill(child_of(process), signal.SIGKILL)
@@ -199,7 +203,7 @@ def test_a_sweep_that_ends_takes_its_cell_with_it(tmp_path, name, code):
     assert read(tmp_path / "sweep") == ({}, [])
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     ("more", "words"),
     [
         (["--config.policies=('plain','squirt')"], ["squirt", "sqrt"]),
@@ -209,6 +213,7 @@ def test_a_sweep_that_ends_takes_its_cell_with_it(tmp_path, name, code):
         (["--only", "vgg16,*"], ["matches none of 3"]),
         (["--shard", "9/8"], ["9/8"]),
     ],
+    always=2,
 )
 def test_bad_input_is_refused_before_anything_runs(tmp_path, more, words):
     code, text = run(tmp_path, *more)
@@ -226,7 +231,7 @@ def test_an_unwritable_workdir(tmp_path):
     assert "cannot write to the workdir" in text
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     ("name", "number"), [("sweep_quick", 8), ("sweep_reference", 65), ("sweep_gpu", 60)]
 )
 def test_a_shipped_sweep(name, number):

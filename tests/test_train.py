@@ -23,6 +23,7 @@ from experiments.training.saved import Saved
 from experiments.training.trained import load_trained
 from experiments.training.workdir import Workdir
 
+from .support import parametrize_few
 from .tiny_config import get_config
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -126,6 +127,7 @@ def test_a_finished_run_is_left_alone(uninterrupted):
     assert final(uninterrupted) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path, seed):
     chance = random.Random(seed)
@@ -148,6 +150,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(uninterrupted, tmp_path
     assert final(tmp_path) == final(uninterrupted)
 
 
+@pytest.mark.slow
 def test_signals_save_and_the_run_goes_on(uninterrupted, tmp_path):
     with_programs(uninterrupted, tmp_path)
     done = 0
@@ -183,6 +186,7 @@ def test_a_signal_while_compiling_stops_at_once(tmp_path):
     assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_nobody_reads_what_it_prints(uninterrupted, tmp_path):
     """As with `| head -1`: it stops as after a signal, without a word."""
     with_programs(uninterrupted, tmp_path)
@@ -196,6 +200,7 @@ def test_nobody_reads_what_it_prints(uninterrupted, tmp_path):
     assert saved.step == steps_written(tmp_path) >= 3
 
 
+@pytest.mark.slow
 def test_the_best_weights_stay_until_a_checkpoint_names_better_ones(tmp_path):
     """Killed after a new best and before a checkpoint, a run may not come to that best again."""
 
@@ -223,6 +228,7 @@ def test_the_best_weights_stay_until_a_checkpoint_names_better_ones(tmp_path):
     assert load_trained(tmp_path).step == named["step"]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_path):
     with_programs(uninterrupted, tmp_path)
     process = launch(tmp_path)
@@ -252,6 +258,7 @@ def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
     assert "remove that folder" in text
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     first = launch(tmp_path)
     lock = tmp_path / "lock"
@@ -264,6 +271,7 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     first.communicate()
 
 
+@pytest.mark.slow
 def test_a_run_without_its_config_does_not_go_on(uninterrupted, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(uninterrupted, workdir)
@@ -298,6 +306,7 @@ def test_a_run_without_its_config_does_not_go_on(uninterrupted, tmp_path):
     folder.close()
 
 
+@pytest.mark.slow
 def test_what_is_lost_of_a_run_is_said(tmp_path):
     """A refused command changes nothing; lines and plans that are damaged are named."""
     more = ["train.schedule=constant", "policy=budget:1MiB", "eval.every=2", "checkpoint.every=1"]
@@ -332,6 +341,7 @@ def test_what_is_lost_of_a_run_is_said(tmp_path):
     assert (tmp_path / "damaged/metrics.jsonl").read_text().startswith("\0 no line")
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_metrics_has_a_summary(uninterrupted, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(uninterrupted, workdir)
@@ -346,6 +356,7 @@ def test_a_run_that_lost_its_metrics_has_a_summary(uninterrupted, tmp_path):
     assert (workdir / "summary.txt").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, size, reason",
     [
@@ -370,6 +381,7 @@ def test_other_settings_in_the_same_folder_are_refused(uninterrupted):
     assert "train.learning_rate: 0.001 there, 0.5 here" in text
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     """Here the new weights are not: the loss of the step itself is finite."""
     more = ["--config.train.optimiser=sgd", "--config.train.learning_rate=1e38"]
@@ -384,6 +396,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     assert f"checkpoints/{at - 1}" in text
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_what_would_fit(tmp_path):
     more = ["--config.data.size=1536", "--config.model.channels=24", "--config.policy=store_all"]
     code, text = run(tmp_path, *more, memory=5 * 2**30)
@@ -393,6 +406,7 @@ def test_out_of_memory_says_what_would_fit(tmp_path):
     assert "--config.policy=budget:" in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
     code, text = run(tmp_path, "--config.policy=budget:20kB")
     assert code == 1
@@ -401,7 +415,7 @@ def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     ("override", "words"),
     [
         ("--config.train.stpes=3", ["'train.stpes'", "'train.steps'"]),
@@ -416,6 +430,7 @@ def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
         ("--config.data.size=0", ["`size` must be given"]),
         ("--config.policy=offload:nosuch", ["'nosuch'"]),
     ],
+    always=3,
 )
 def test_bad_settings_end_in_one_line(tmp_path, override, words):
     code, text = run(tmp_path, override)
@@ -425,6 +440,7 @@ def test_bad_settings_end_in_one_line(tmp_path, override, words):
         assert word in text
 
 
+@pytest.mark.slow
 def test_a_refused_config_does_not_claim_the_folder(tmp_path):
     code, _ = run(tmp_path, "--config.data.size=33")
     assert code == 1
@@ -432,6 +448,7 @@ def test_a_refused_config_does_not_claim_the_folder(tmp_path):
     assert code == 0, text
 
 
+@pytest.mark.slow
 def test_a_folder_of_files_with_a_bad_one(tmp_path):
     """Named, and nothing is trained; or skipped and counted."""
     folder, rng = tmp_path / "cells", np.random.default_rng(0)
@@ -461,6 +478,7 @@ def test_a_missing_config_names_those_that_exist(tmp_path):
     assert "configs/quickstart.py" in text
 
 
+@pytest.mark.slow
 def test_profile_and_boards(tmp_path):
     code, text = run(tmp_path, "--profile", "--config.log.tensorboard", "--config.train.steps=9")
     assert code == 0, text

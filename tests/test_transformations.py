@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 
-from .support import assert_close, assert_same, conv, max_pool, normal, results
+from .support import assert_close, assert_same, conv, max_pool, normal, parametrize_few, results
 
 POLICIES = jax.checkpoint_policies
 IMAGE = normal(0, 1, 16, 13, 3)
@@ -25,7 +25,7 @@ def tiled_trunk(**kwargs):
     return jaxtile.checkpoint(trunk, **({"in_axes": (None, (1, 2)), "tiles": (3, 4)} | kwargs))
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "policy",
     [
         POLICIES.everything_saveable,
@@ -37,6 +37,7 @@ def tiled_trunk(**kwargs):
             POLICIES.dots_saveable, POLICIES.save_only_these_names("pool")
         ),
     ],
+    always=2,
     ids=["everything", "nothing", "dots", "any_but", "only", "both"],
 )
 def test_policies(policy):

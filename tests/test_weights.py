@@ -79,6 +79,7 @@ def test_resnet50_from_a_file(tmp_path, suffix):
     assert_close(models.fold_batch_norm(model)(image), model(image), 1e-5)
 
 
+@pytest.mark.slow
 def test_vgg16_and_alexnet():
     """Every tensor is written once: fill with numbered constants, then find all of them."""
     vgg = [0, 2, 5, 7, 10, 12, 14, 17, 19, 21, 24, 26, 28]

@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 
-from .support import assert_close, assert_same, conv, normal
+from .support import assert_close, assert_same, conv, normal, parametrize_few
 
 IMAGE = normal(0, 2, 13, 11, 3)
 WEIGHTS = [normal(i, 3, 3, 3, 3) for i in range(1, 5)]
@@ -29,7 +28,7 @@ def saved(*names: str):
     return jax.checkpoint_policies.save_only_these_names(*names)
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "tiles",
     [
         "whole",
@@ -40,6 +39,7 @@ def saved(*names: str):
         {"conv2": (2, 2), "relu1": "whole", ...: "whole"},
         {"conv2": "whole", "relu1": (2, 3), ...: (2, 2)},
     ],
+    always=3,
 )
 def test_mixed_with_tiles(tiles):
     names = ["relu1", *(k for k in tiles if isinstance(tiles, dict) and k is not ...)]
@@ -74,7 +74,7 @@ def offloaded(*names: str):
     )
 
 
-@pytest.mark.parametrize("tiles", ["whole", (3, 2), {"relu1": (3, 2), ...: "whole"}])
+@parametrize_few("tiles", ["whole", (3, 2), {"relu1": (3, 2), ...: "whole"}])
 def test_offloaded(tiles):
     assert_same(network, WEIGHTS, IMAGE, in_axes=AXES, tiles=tiles, policy=offloaded("relu1"))
     tiled = jaxtile.checkpoint(network, in_axes=AXES, tiles=tiles, policy=offloaded("relu1"))
