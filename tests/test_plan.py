@@ -23,6 +23,7 @@ from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import _named, portfolio
 from jaxtile._plan.solver import fastest, smallest
+from jaxtile.policy import Choice
 
 from .random_networks import CHANNELS, Network
 from .support import assert_close, assert_same, conv, normal, parametrize_few
@@ -359,6 +360,15 @@ def reference_model(name: str) -> Model:
     found = reference(name)
     outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
     return Model(outline, BUILT_IN["gpu"], offload=True)
+
+
+def test_a_schedule_of_one_stage_costs_the_same_in_both_ways():
+    model = reference_model("vgg16")
+    tables = model.stretches()
+    for mode, (grid, offloads) in enumerate(tables.modes):
+        found = tables.seconds[mode, 0, -1]
+        if not offloads and np.isfinite(found):
+            assert np.isclose(model.estimate({...: Choice(grid)}).seconds, found, rtol=1e-12)
 
 
 @parametrize_few("name", CASES)

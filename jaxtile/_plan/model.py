@@ -37,7 +37,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -204,7 +204,7 @@ class Model:
         once = (self.forward + self.backward)[everything].sum() + self.forward[again].sum()
         alive = self.live(cut)
         if not isinstance(grid, tuple):
-            redone = 0 if grid is KEEP else self.forward[own][~self._unread(cut)[own]].sum()
+            redone = 0 if grid is KEEP else self._again(cut)[own].sum() + self.costs.start
             return once + redone, (np.cumsum(self.held[everything]) + self.beside[everything]).max()
         parts = self.outline.parts
         lengths = np.array([p.lengths for p in parts], float)
@@ -212,9 +212,7 @@ class Model:
         share = self._shares((cut,), alive[None], lengths, counts)[:, 0, 0]
         tiles = counts.prod()
         awaited = {parts[k].awaits for k in own if parts[k].awaits >= everything[0]}
-        work = share * (2 * self.forward + self.backward) * tiles * self.costs.tile
-        started = (share > 0) * self.starts * 3 * self.costs.start * tiles
-        work, everywhere = np.maximum(work, started), np.array(everything)
+        work, everywhere = self._in_tiles(cut, share, tiles), np.array(everything)
         ends = [*awaited, everything[-1]]
         seconds = sum(work[everywhere[everywhere <= end]].sum() for end in ends)
         tile = (share * self.held)[everything].sum() + 2 * (share * self.bytes)[everything].max()
@@ -237,15 +235,27 @@ class Model:
             tables.added[0, :b, b] = _sum_from(self.held, starts, j)
             tables.added[1, :b, b] = _sum_from(self.bytes * alive, starts, j)
             once = _sum_from(self.forward + self.backward, starts, j)
-            again = _sum_from(np.where(self._unread(j), 0, self.forward), starts, j)
+            again = _sum_from(self._again(j), starts, j)
             tables.seconds[0, :b, b] = once
             tables.seconds[1, :b, b] = once + again + self.costs.start
 
-    def _unread(self, cut: int) -> np.ndarray:
-        """Operations that need not run again: nothing before the cut reads the result, and nothing
-        is held on the way to it.
+    def _again(self, cut: int) -> np.ndarray:
+        """Seconds per operation to compute it again, in a stretch that ends at a cut.
+
+        It need not run again if nothing before the cut reads its result, and nothing is held on the
+        way to it.
         """
-        return (self.first_reader >= cut) & (self.held <= self.bytes)
+        unread = (self.first_reader >= cut) & (self.held <= self.bytes)
+        return np.where(unread, 0, self.forward)
+
+    def _in_tiles(self, cut: int, share: np.ndarray, tiles: Any) -> np.ndarray:
+        """Seconds per operation, forwards, again and backwards, in all tiles of a stretch.
+
+        `share`: of its positions, per tile; the first axis is that of operations.
+        """
+        once = self.forward + self.backward + self._again(cut)
+        work, start = share.T * (self.costs.tile * once), 3 * self.costs.start * self.starts
+        return (np.maximum(work, (share.T > 0) * start).T) * tiles
 
     def _tiled(self, tables: Stretches) -> None:
         if not self.grids:
@@ -262,12 +272,8 @@ class Model:
         modes = slice(2, 2 + len(counts))
         for b, j in enumerate(tables.cuts[1:], start=1):
             starts, share = np.array(tables.cuts[:b]), shares[:, b]
-            once = self.forward + self.backward
-            again = np.where(self._unread(j), 0, self.forward)
-            work = share * (self.costs.tile * (once + again))[:, None] * tiles
-            started = (share > 0) * self.starts[:, None] * (3 * self.costs.start * tiles)
-            work, loop = np.maximum(work, started), 2 * tiles * self.costs.loop
-            upto = _cumulative(work)
+            loop = 2 * tiles * self.costs.loop
+            upto = _cumulative(self._in_tiles(j, share, tiles))
             seconds, loops = upto[j] - upto[starts] + loop, np.ones(b)
             for reduction, reader in waiting.items():
                 if reader < j:
