@@ -226,6 +226,7 @@ def test_random_rules(seed):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 def test_random_rules_compiled():
     chance = random.Random(99)
     for _ in range(3):

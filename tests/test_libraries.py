@@ -62,6 +62,7 @@ def test_linen_unet_in_training_mode():
     assert_same(loss, *args, in_axes=(None, (1, 2), (1, 2), None), tiles=(3, 2))
 
 
+@pytest.mark.slow
 def test_nnx_residual_classifier():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -89,6 +90,7 @@ def test_nnx_residual_classifier():
     assert_same(apply, state, IMAGE, in_axes=AXES, tiles=(3, 2))
 
 
+@pytest.mark.slow
 def test_haiku_with_state():
     def forward(x):
         x = hk.Conv2D(4, 3, stride=2)(x)

@@ -162,6 +162,7 @@ def check_model(name: str, shape, tiles) -> None:
     assert_close(results(tiled, args), want)
 
 
+@pytest.mark.slow
 @parametrize_few(
     "name, shape, tiles",
     [
@@ -195,6 +196,7 @@ def check_random(network, shape, axes) -> None:
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=3, **_SETTINGS)
 @hypothesis.given(networks(), shapes, mesh_axes)
 def test_random_networks(network, shape, axes):
@@ -212,6 +214,7 @@ def loss_of(weights, x):
     return sum(jnp.sum(jnp.sin(out)) for out in network(weights, x))
 
 
+@pytest.mark.slow
 @parametrize_few("kind", ["explicit", "automatic"])
 def test_arguments_on_the_mesh(kind):
     """Distributed arguments, of meshes with and without shardings in types, in and out of `jit`."""
@@ -290,6 +293,7 @@ def test_vmap_and_second_derivatives():
     assert_close(twice(tiled), twice(fun))
 
 
+@pytest.mark.slow
 def test_offloaded():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=["second"],

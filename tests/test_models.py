@@ -244,6 +244,7 @@ def test_a_module_is_trained_as_without_tiles():
     assert_close(run(tiled), run(lambda loss: loss))
 
 
+@pytest.mark.slow
 def test_dropout_is_off_in_evaluation():
     model = make("unet", channels=2, depth=1)
     x = normal(1, 1, 24, 24, 1)
@@ -253,6 +254,7 @@ def test_dropout_is_off_in_evaluation():
     assert not jnp.allclose(model(x), model(x))
 
 
+@pytest.mark.slow
 def test_folding_keeps_the_function():
     model = make("resnet50", 5, blocks=(2, 1), width=2)
     for path, unit in nnx.iter_graph(model):

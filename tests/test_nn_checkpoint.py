@@ -208,7 +208,7 @@ def test_gradients_of_split_modules(name):
     compare(run, name)
 
 
-@pytest.mark.parametrize("name", ["argument", "tuple", "twice in one list", "dict", "variable"])
+@parametrize_few("name", ["argument", "tuple", "twice in one list", "dict", "variable"], always=2)
 def test_nnx_value_and_grad(name):
     def run(fun, args):
         def loss(*args):

@@ -64,7 +64,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@parametrize_few("name", CASES, always=12)
 def test_tile_by_tile(name):
     op, args, options = CASES[name]
     plain = functools.partial(op, **options)
@@ -107,6 +107,7 @@ def test_ties_go_to_the_first_in_row_major_order():
     np.testing.assert_array_equal(jax.grad(lambda x: ops.max_pool(x).sum())(x)[0, ..., 0], first)
 
 
+@pytest.mark.slow
 def test_dropout_depends_on_key_and_coordinate_only():
     draw = lambda *shape: ops.coordinate_dropout(jnp.ones(shape), KEY, rate=0.3) > 0  # noqa: E731
     large = draw(3, 70, 50, 5)

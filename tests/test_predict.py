@@ -128,6 +128,7 @@ def test_values_that_are_not_of_8_bits(tmp_path, capsys):
         check(0, 1, "", range=["7"])
 
 
+@pytest.mark.slow
 def test_classification(tmp_path, capsys):
     scores = trained(tmp_path / "run", "resnet50", blocks=(1, 1), width=4)
     values = image_file(tmp_path / "image.npy", 45, 37)
@@ -200,6 +201,7 @@ def list_parts(folder):
     return [f.name for f in folder.iterdir() if f.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_prediction_that_is_stopped_leaves_nothing(tmp_path):
     """Ctrl-C, SIGTERM and SIGHUP, to processes that are writing; and a second Ctrl-C."""
     trained(tmp_path / "run", channels=2, depth=1, padding="SAME", dtype="float32")

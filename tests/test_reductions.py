@@ -125,7 +125,7 @@ FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize("fun", FUNCTIONS, ids=lambda f: f.__name__)
+@parametrize_few("fun", FUNCTIONS, always=6, ids=lambda f: f.__name__)
 def test_reduction(fun):
     assert_same(fun, PARAMS, IMAGE, in_axes=(None, (1, 2)), tiles=(3, 4))
 

@@ -12,7 +12,7 @@ import models
 from jaxtile import TilingError, ops
 from jaxtile._run.loop import Loop
 
-from .support import assert_close, conv, max_pool, normal
+from .support import assert_close, conv, max_pool, normal, parametrize_few
 
 W = {"a": normal(1, 3, 3, 3, 4), "b": normal(2, 3, 3, 4, 4), "m": normal(3, 4, 5)}
 
@@ -185,7 +185,7 @@ def test_tiles_share_one_program_and_so_do_calls(fun, regions, monkeypatch):
         assert len(traced) == len(set(traced)) == regions
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "padding, norm, depth",
     [("VALID", None, 1), ("SAME", None, 1), ("SAME", "batch", 1), ("SAME", "group", 1)],
 )
@@ -205,6 +205,7 @@ def test_u_net(padding, norm, depth):
     assert_streams(evaluated(model), nnx.state(model), normal(0, 1, size, size, 3), tiles=(2, 2))
 
 
+@pytest.mark.slow
 def test_resnet():
     model = models.ResNet50(7, blocks=(1, 1), width=4, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     assert_streams(evaluated(model), nnx.state(model), normal(0, 1, 42, 35, 3), tiles=(3, 2))

@@ -117,6 +117,7 @@ if "experiments.cell" in sys.orig_argv and '"policy": "plain"' in sys.orig_argv[
 """
 
 
+@pytest.mark.slow
 def test_junk_costs_one_cell_or_one_line(tmp_path):
     """A cell whose process prints something else, and results that are none."""
     (tmp_path / "sweep").mkdir()

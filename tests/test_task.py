@@ -31,6 +31,7 @@ def task():
     return Task(config)
 
 
+@pytest.mark.slow
 def test_metrics_by_their_definition_in_tiles_or_not(task):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (3, 24, 16, 1), np.uint8)

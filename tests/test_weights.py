@@ -60,6 +60,7 @@ def arrays(model):
     return jax.tree.leaves(nnx.state(model, (nnx.Param, nnx.BatchStat)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_resnet50_from_a_file(tmp_path, suffix):
     tensors, path = state_dict(), tmp_path / f"resnet{suffix}"

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
@@ -94,6 +95,7 @@ def test_recomputation_survives_compilation():
         assert convolutions(again) == plain + len(WEIGHTS)
 
 
+@pytest.mark.slow
 def test_second_derivatives_through_host_memory():
     def fun(w, x):
         return jnp.sum(jnp.sin(checkpoint_name(jnp.tanh(x * w), "relu1")))
