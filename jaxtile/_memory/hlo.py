@@ -5,9 +5,9 @@ lists the instructions in the order in which they run. A walk over them finds wh
 at the moment when most bytes are, and which instructions made them. So one can see whether a value
 was kept for the backward pass or computed again. Bodies of loops are walked where the loop runs.
 
-Limits: XLA packs buffers into one block, here their sizes are added up; whether a result is written
-over an operand that nobody reads again is guessed from opcodes and shapes; scratch space inside
-library calls is not in the text.
+Limits: XLA packs buffers into one block, and writes results over operands that nobody reads again.
+Here every result is a buffer of its own: the list says which values are large and live, not how many
+bytes they take together. Scratch space inside library calls is not in the text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     name: str
     opcode: str
     leaves: tuple[Leaf, ...]
@@ -62,16 +62,16 @@ class Instruction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    computations: Mapping[str, Sequence[Instruction]]
+class HloModule:
+    computations: Mapping[str, Sequence[HloInstruction]]
     entry: str
     unread: int
     """Lines that look like instructions and could not be read."""
 
 
-def read(text: str) -> Program | None:
+def read(text: str) -> HloModule | None:
     """The computations of an HLO module's text; None if there is no entry."""
-    computations: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[HloInstruction]] = {}
     entry, current, unread = None, None, 0
     for line in text.splitlines():
         if current is None:
@@ -85,10 +85,10 @@ def read(text: str) -> Program | None:
             instruction = _instruction(found[2], found[3], bool(found[1]))
             unread += instruction is None
             current += [instruction] if instruction else []
-    return Program(computations, entry, unread) if entry and computations[entry] else None
+    return HloModule(computations, entry, unread) if entry and computations[entry] else None
 
 
-def _instruction(name: str, rest: str, is_root: bool) -> Instruction | None:
+def _instruction(name: str, rest: str, is_root: bool) -> HloInstruction | None:
     opcode = _OPCODE.search(" " + rest)
     if opcode is None:
         return None
@@ -100,7 +100,7 @@ def _instruction(name: str, rest: str, is_root: bool) -> Instruction | None:
     called = _CALLED.findall(attributes)
     called += _NAME.findall(branches[1]) if branches else []
     op_name = re.search(r'op_name="([^"]*)"', attributes)
-    return Instruction(
+    return HloInstruction(
         name,
         opcode[1],
         leaves,
@@ -150,13 +150,6 @@ _VIEWS = frozenset(
     """.split()
 )
 _FREE = frozenset(["parameter", "constant", "partition-id", "replica-id", "after-all"])
-# These read other positions than the one they write, so they do not write over an operand.
-_NOT_IN_PLACE = frozenset(
-    """
-    call concatenate convolution copy custom-call dot fft gather pad reduce reduce-window reverse
-    sort transpose
-    """.split()
-)
 Place = tuple[str, int]
 """A buffer: the instruction that first wrote it, and the number of its leaf."""
 Places = collections.defaultdict[str, list[Place]]
@@ -167,14 +160,14 @@ Places = collections.defaultdict[str, list[Place]]
 class Buffer:
     """A leaf of an instruction, and the first and the last moment at which it is held."""
 
-    instruction: Instruction
+    instruction: HloInstruction
     leaf: Leaf
     start: int
     end: int
     is_output: bool
 
 
-def held(program: Program) -> list[Buffer]:
+def held(program: HloModule) -> list[Buffer]:
     """The temporaries that are live when their sum is largest, by a walk over the schedule."""
     found = _Walk(program).run(program.entry, is_entry=True)
     return _at_peak([b for b in found if not b.is_output])
@@ -194,7 +187,7 @@ def _at_peak(buffers: Iterable[Buffer]) -> list[Buffer]:
 class _Walk:
     """One clock for the entry and the computations that it runs."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: HloModule):
         self.computations, self.now = program.computations, 0
 
     def run(self, computation: str, *, is_entry: bool = False) -> list[Buffer]:
@@ -224,7 +217,7 @@ class _Walk:
             live[place].end = self.now
         return found
 
-    def _places(self, instructions: Sequence[Instruction]) -> Places:
+    def _places(self, instructions: Sequence[HloInstruction]) -> Places:
         """Where each leaf of each instruction lies."""
         places: Places = collections.defaultdict(list)
         by_name = {it.name: it for it in instructions}
@@ -239,41 +232,7 @@ class _Walk:
             elif it.opcode in _VIEWS and len(before) >= len(own):
                 own = before[: len(own)]
             places[it.name] = own
-        return self._in_place(instructions, places)
-
-    def _in_place(self, instructions: Sequence[Instruction], places: Places) -> Places:
-        """The same, where results are written over operands that are not read again."""
-        last = {p: i for i, it in enumerate(instructions) for o in it.operands for p in places[o]}
-        leaves = {(it.name, k): leaf for it in instructions for k, leaf in enumerate(it.leaves)}
-        fixed = {it.name for it in instructions if it.opcode in _FREE}
-        into: dict[Place, Place] = {}
-
-        def final(place: Place) -> Place:
-            while place in into:
-                place = into[place]
-            return place
-
-        for i, it in enumerate(instructions):
-            if it.opcode in _VIEWS | _FREE or not self._overwrites(it):
-                continue
-            read = dict.fromkeys(final(p) for o in it.operands for p in places[o])
-            free = [p for p in read if last.get(p) == i and p[0] not in fixed]
-            for place in places[it.name]:
-                same = next((p for p in free if leaves[p] == leaves[place]), None)
-                if same is not None:
-                    free.remove(same)
-                    into[place] = same
-                    last[same] = max(i, last.get(place, i))
-        return collections.defaultdict(
-            list, {name: [final(p) for p in found] for name, found in places.items()}
-        )
-
-    def _overwrites(self, it: Instruction) -> bool:
-        if it.opcode != "fusion":
-            return it.opcode not in _NOT_IN_PLACE
-        if "kind=kCustom" in it.attributes or "kind=kInput" in it.attributes or not it.called:
-            return False
-        return all(i.opcode not in _NOT_IN_PLACE for i in self.computations.get(it.called[0], ()))
+        return places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +243,7 @@ class Counts:
     """Library calls that run several operations, and hold what is between them themselves."""
 
 
-def counts(program: Program) -> Counts:
+def counts(program: HloModule) -> Counts:
     """Convolutions, those inside library calls too, and loops; a loop's body counts once."""
     found = [it for computation in program.computations.values() for it in computation]
     return Counts(
@@ -294,11 +253,11 @@ def counts(program: Program) -> Counts:
     )
 
 
-def _is_chain(it: Instruction, program: Program) -> bool:
+def _is_chain(it: HloInstruction, program: HloModule) -> bool:
     inside = program.computations.get(it.called[0], ()) if it.called else ()
     return sum(i.opcode in ("convolution", "dot", "reduce-window") for i in inside) > 1
 
 
-def _calls_convolution(it: Instruction) -> bool:
+def _calls_convolution(it: HloInstruction) -> bool:
     target = re.search(r'custom_call_target="([^"]*)"', it.attributes)
     return it.opcode == "custom-call" and target is not None and "conv" in target[1].lower()

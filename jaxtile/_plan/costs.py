@@ -4,8 +4,7 @@ The planner must know which of two schedules is faster without running them. An 
 to last as long as its arithmetic or its memory traffic, whichever is longer, and at least as long
 as it takes to start it. A convolution of 340 GFLOP at 340 TFLOP/s takes 1 ms, if it moves less than
 2.9 GB at 2.9 TB/s. The rates were measured on two devices and are built in; a table that was
-measured on another device and saved is used there (`experiments.calibrate` of jaxtile's repository
-does that).
+measured on another device and saved (`Costs.save` at `measured_path()`) is used there.
 
 Limits: real rates depend on shapes. The table only has to rank schedules.
 """
@@ -66,12 +65,12 @@ class Costs:
             return cls(**json.loads(pathlib.Path(path).read_text()))
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{path} is not a table of costs ({error}); measure one with "
-                "`experiments.calibrate` of jaxtile's repository"
+                f"{path} is not a table of costs ({error}): measure it anew, or delete it to use "
+                "the one that is built in"
             ) from error
 
 
-# Rounded from `experiments.calibrate` on two cores, and on an H200 from runs with images of
+# Rounded from measurements on two cores, and on an H200 from runs with images of
 # 2048 x 2048 x 64 and of 1024 x 1024 x 128. Not from these: the H200's bfloat16 rate and gradient
 # of a convolution (the same functions, run by hand), float16 and float64 there (older), and float64
 # on the CPU (half of float32). The loop's time there lies between those of both runs, 9 and 0.1 us.
@@ -128,8 +127,7 @@ def built_in_for_another(device: str | None = None) -> str | None:
         return None
     return (
         f"no costs of {kind} were measured, so times are those of {found.device}: bytes are right, "
-        "but a faster schedule may be missed; `costs=` takes a table of this device, which "
-        "`experiments.calibrate` of jaxtile's repository measures and saves"
+        "but a faster schedule may be missed; `costs=` takes a table of this device"
     )
 
 
