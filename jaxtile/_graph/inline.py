@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-_PLAIN = dict.fromkeys(("jit", "pjit", "remat2", "remat", "checkpoint"), "jaxpr") | dict.fromkeys(
-    ("closed_call", "core_call", "call", "core_closed_call", "eval_jaxpr"), "call_jaxpr"
+_PLAIN = dict.fromkeys(("jit", "checkpoint", "remat2"), "jaxpr") | dict.fromkeys(
+    ("call", "closed_call", "eval_jaxpr"), "call_jaxpr"
 )
 _WITH_RULE = ("custom_jvp_call", "custom_vjp_call")
 _OBJECT = "call_hi_primitive"

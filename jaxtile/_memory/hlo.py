@@ -6,8 +6,8 @@ at the moment when most bytes are, and which instructions made them. So one can 
 was kept for the backward pass or computed again. Bodies of loops are walked where the loop runs.
 
 Limits: XLA packs buffers into one block, and writes results over operands that nobody reads again.
-Here every result is a buffer of its own: the list says which values are large and live, not how many
-bytes they take together. Scratch space inside library calls is not in the text.
+Here every result is a buffer of its own: the list says which values are large and live, not how
+many bytes they take together. Scratch space inside library calls is not in the text.
 """
 
 from __future__ import annotations
