@@ -93,6 +93,7 @@ def test_rounding_to_the_type_that_a_cotangent_has_anyway_is_no_rounding():
     assert not whole(between(with_backward(backward)), *narrow)
 
 
+@pytest.mark.slow
 def test_compiled_rules_that_run_whole():
     """Fed by a reduction and feeding one, and twice in a row."""
     clip = with_backward(NOT_PROVED["clipped"])

@@ -168,6 +168,7 @@ def test_a_process_that_is_lost_or_frozen_before_the_steps(tmp_path, number, rea
     assert "compiled in" not in text
 
 
+@pytest.mark.slow
 def test_processes_with_other_settings_are_refused(tmp_path):
     for process in launch_two(tmp_path / "run", of_second=["--config.seed=1"]):
         text = ended(process)

@@ -304,6 +304,7 @@ def test_offloaded():
     check(network, inputs(network, UNEVEN), (2, 2), tiles=(2, 1), policy=policy)
 
 
+@pytest.mark.slow
 def test_policies_that_see_the_graph():
     arguments = inputs(network, UNEVEN)
     check(network, arguments, (2, 2), policy=policies.resolve("sqrt"))
@@ -317,6 +318,7 @@ def test_a_plan():
     assert_same(loss_of, *arguments, in_axes=AXES, policy=plan, **on(2, 2))
 
 
+@pytest.mark.slow
 def test_backward_rules_that_need_whole_cotangents():
     @jax.custom_vjp
     def clipped(x):
@@ -332,6 +334,7 @@ def test_backward_rules_that_need_whole_cotangents():
         assert_same(fun, WEIGHTS[0], image, in_axes=AXES, tiles=tiles, **on(3, 2))
 
 
+@pytest.mark.slow
 def test_an_operation_that_mixes_positions_runs_once():
     def fun(w, x):
         y = checkpoint_name(conv(x, w), "map")

@@ -26,6 +26,7 @@ from .test_random_networks import _SETTINGS
 pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=6, **_SETTINGS)
 @hypothesis.given(
     st.integers(1, 30), st.integers(1, 8), st.integers(1, 3), st.integers(0, 9), st.integers(0, 99)

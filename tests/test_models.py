@@ -139,6 +139,7 @@ def test_alexnet_classifier():
     assert_tiled_same(model, *args, axes=((1, 2), None), tiles=tiles, policy=policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiles, policy", [({"pool2": (3, 2), ...: (2, 2)}, NAMES("pool2"))])
 def test_vgg16(tiles, policy):
     args = (normal(1, 1, 64, 70, 3),)

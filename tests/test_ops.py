@@ -139,6 +139,7 @@ def test_dropout_at_the_ends():
     assert not gradient.any()
 
 
+@pytest.mark.slow
 def test_cross_entropy_labels():
     logits = normal(0, 4, 3)
     plain = -jax.nn.log_softmax(logits)

@@ -62,6 +62,7 @@ def padded(values, height, width):
     return np.pad(values, missing, mode="edge")[None]
 
 
+@pytest.mark.slow
 def test_segmentation_of_any_size(tmp_path, capsys):
     scores = trained(tmp_path / "run", channels=4, depth=1, padding="SAME", norm="batch")
     values = image_file(tmp_path / "image.tif", 45, 37)

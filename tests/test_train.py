@@ -250,6 +250,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(uninterrupted, tmp_pa
     assert final(tmp_path) == final(uninterrupted)
 
 
+@pytest.mark.slow
 def test_if_all_checkpoints_are_damaged_nothing_starts_anew(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=3)
     checkpoints.save(24, {"a": np.ones(3)}, {})

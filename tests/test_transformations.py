@@ -87,6 +87,7 @@ def test_inside_a_larger_model_and_twice():
     )
 
 
+@pytest.mark.slow
 def test_nested_in_itself():
     inner = jax.jit(tiled_trunk(tiles=(2, 2)))
     inner(PARAMS, IMAGE)  # the jitted inner function is in the cache with its own schedule
