@@ -223,7 +223,7 @@ def test_random_rules(seed):
     chance = random.Random(seed)
     for _ in range(8):
         case = draw(chance)
-        assert check(case) in ("exact", "refused", "undefined"), case
+        assert check(case) in ("exact", "ill-conditioned", "refused", "undefined"), case
     jax.clear_caches()
 
 
@@ -232,4 +232,4 @@ def test_random_rules_compiled():
     chance = random.Random(99)
     for _ in range(3):
         case = draw(chance, order=1)
-        assert check(case, compile=True) == "exact", case
+        assert check(case, compile=True) in ("exact", "ill-conditioned"), case
