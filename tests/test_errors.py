@@ -6,6 +6,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
+import jaxtile.nn
 from jaxtile import TilingError
 
 from .support import assert_same, conv, normal, parametrize_few
