@@ -213,7 +213,7 @@ def _compute(
     outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
     if tile == "whole":
         # One piece per device: no loops, so none that waits for a reduction either.
-        parts = tuple(dataclasses.replace(p, awaits=-1) for p in outline.parts)
+        parts = tuple(dataclasses.replace(p, awaits=()) for p in outline.parts)
         outline = dataclasses.replace(outline, parts=parts)
         costs = dataclasses.replace(costs, tile=1.0, loop=0.0)
     choice = jaxtile.policy.Choice(grid)

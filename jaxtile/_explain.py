@@ -20,10 +20,11 @@ from ._errors import user_line
 from ._explanation import ArrayUse, Exchanged, Explanation, RegionReport, WholeReport
 from ._geometry import Window, partition
 from ._graph.build import Policy
-from ._graph.values import Node, Value
+from ._graph.values import Node, Storage, Value
 from ._graph.work import flops, fused, whole_flops
 from ._regions.grid import Tiles
-from ._regions.regions import Region, Schedule
+from ._regions.region import Region
+from ._regions.regions import Schedule
 from ._regions.targets import Target
 from ._regions.tile import TiledEquation
 from ._rules import Windows, traits
@@ -62,11 +63,11 @@ def explain(
 def report(plan: Schedule) -> Explanation:
     """The explanation of a schedule."""
     costs = fused(plan.graph.nodes)
-    regions = tuple(_region(r, costs) for r in plan.regions)
+    regions = tuple(_region(r, costs, plan.stored) for r in plan.regions)
     inside = {n for r in plan.regions for n in r.nodes} | {
         t.reduction for r in plan.regions for t in r.targets if t.reduction
     }
-    outside = [n for n in plan.steps if isinstance(n, Node) and n not in inside]
+    outside = [n for n in plan.flat if isinstance(n, Node) and n not in inside]
     global_flops = sum(whole_flops(n, costs) for n in outside)
     plain_flops = global_flops + sum(whole_flops(n, costs) for n in inside)
     whole = tuple(
@@ -82,40 +83,64 @@ def report(plan: Schedule) -> Explanation:
     return Explanation(regions, plain_flops, global_flops, whole)
 
 
-def _region(region: Region, costs: dict[Node, int]) -> RegionReport:
+def _region(region: Region, costs: dict[Node, int], stored: Storage) -> RegionReport:
     reductions = [t.reduction for t in region.targets if t.reduction]
     nodes = list(dict.fromkeys([*region.nodes, *reductions]))
-    work = {n: whole_flops(n, costs) for n in nodes}
-    plain = sum(work.values())
-    windows = region.plan.windows if region.plan is not None else {}
-    if region.plan is not None:
-        tile = {
-            i.node: _in_tile(i, windows, costs)
-            for i in region.plan.instructions
-            if isinstance(i, TiledEquation)
-        }
-        tile |= {
-            t.reduction: _reduced(t, t.reduction, windows, costs)
-            for t in region.targets
-            if t.reduction
-        }
-        work = {n: flops * region.tiles for n, flops in tile.items()}
-    again = _needed_again(region) if region.grid.recomputed else ()
+    work, backward = _work(region, costs), region.again or region
+    again = _needed_again(region) if region.grid.recomputed else set()
+    passing, restored = (
+        [t for t in region.targets if not t.reduction and stored.get(t.value) == place]
+        for place in ("passing", "restored")
+    )
+    # What is restored is computed once more before the region is differentiated.
+    once_more = sum(work[n] for n in region.nodes if n in work) if restored else 0
+    windows = backward.plan.windows if backward.plan is not None else {}
+    axes = sorted(region.targets[0].axes)
     return RegionReport(
         index=region.index,
-        grid=region.grid.spec(sorted(region.targets[0].axes)),
-        tiles=region.tiles,
+        grid=backward.grid.spec(axes),
+        forward_grid=region.grid.spec(axes),
+        tiles=backward.tiles,
+        passing=tuple(t.label for t in passing),
+        restored=tuple(t.label for t in restored),
         ops=dict(Counter(n.equation.primitive.name for n in nodes)),
         reads=tuple(_read(v, region) for v in region.inputs),
         writes=tuple(_written(t, region) for t in region.targets),
-        stored_bytes=sum(t.result.bytes for t in region.targets),
+        stored_bytes=sum(t.result.bytes for t in region.targets if t not in passing + restored),
         tile_bytes=sum(math.prod(_local(v, windows)) * v.aval.dtype.itemsize for v in windows),
-        plain_flops=plain,
+        plain_flops=sum(whole_flops(n, costs) for n in nodes),
         tiled_flops=sum(work.values()),
-        recomputed_flops=sum(flops for n, flops in work.items() if n in again),
+        recomputed_flops=_recomputed(backward, again, costs) + once_more,
         devices=tuple(region.devices.count(a) for a in region.split) if region.devices else (),
         exchanged=_exchanged(region),
     )
+
+
+def _work(region: Region, costs: dict[Node, int]) -> dict[Node, int]:
+    """Operations of each equation of a region, over all tiles."""
+    reductions = [(t, t.reduction) for t in region.targets if t.reduction]
+    if region.plan is None:
+        nodes = {*region.before, *region.nodes, *(node for _, node in reductions)}
+        return {n: whole_flops(n, costs) for n in nodes}
+    windows = region.plan.windows
+    tile = {
+        i.node: _in_tile(i, windows, costs)
+        for i in region.plan.instructions
+        if isinstance(i, TiledEquation)
+    }
+    tile |= {node: _reduced(t, node, windows, costs) for t, node in reductions}
+    return {n: flops * region.tiles for n, flops in tile.items()}
+
+
+def _recomputed(region: Region, again: set[Node], costs: dict[Node, int]) -> int:
+    """What the backward pass computes again: what its inputs are not, and what derivatives need.
+
+    Results that were kept are not computed again, if only reductions follow them.
+    """
+    known = {v.node for v in region.inputs if v.node in region.nodes}
+    work = _work(region, costs)
+    own = sum(work.get(n, 0) for n in again - known)
+    return own + sum(work.get(n, 0) for n in region.before)
 
 
 def _exchanged(region: Region) -> Exchanged:

@@ -55,12 +55,18 @@ class RegionReport:
 
     index: int
     grid: GridSpec
-    """On a mesh, that of each device."""
+    """In the backward pass. On a mesh, that of each device."""
+    forward_grid: GridSpec
     tiles: int
     """On all devices together."""
     ops: dict[str, int]
     reads: tuple[ArrayUse, ...]
     writes: tuple[ArrayUse, ...]
+    passing: tuple[str, ...]
+    """Results that are whole in the forward pass only. The backward pass holds their cotangents,
+    and computes them again, by window, in each region that reads them."""
+    restored: tuple[str, ...]
+    """Those that are whole in the forward pass, and computed again in the backward pass, once."""
     stored_bytes: int
     tile_bytes: int
     """Bytes of all values of one tile together: an upper bound of what the loop's body holds."""
@@ -69,7 +75,8 @@ class RegionReport:
     tiled_flops: int
     """Forward operations over all tiles, halos included."""
     recomputed_flops: int
-    """Those of them that the backward pass does again, because derivatives need their results."""
+    """What the backward pass computes again: what derivatives need, and results that were not
+    kept."""
     devices: tuple[int, ...] = ()
     """Per axis of the grid; on a mesh only."""
     exchanged: Exchanged = Exchanged()
@@ -152,12 +159,15 @@ class Explanation:
 
 def _region_lines(region: RegionReport) -> Iterator[str]:
     ops = ", ".join(f"{n} {op}" for op, n in region.ops.items())
-    yield f"region {region.index}: {_grid(region.grid)}{_devices(region)}; {ops}"
+    forwards = "" if region.forward_grid == region.grid else f"{_grid(region.forward_grid)} and "
+    backwards = f"backwards {_grid(region.grid)}" if forwards else _grid(region.grid)
+    yield f"region {region.index}: {forwards}{backwards}{_devices(region)}; {ops}"
     for verb, uses in (("reads", region.reads), ("writes", region.writes)):
         for use in uses:
             yield (
                 f"  {verb:6} {use.name} {use.dtype}{list(use.shape)}, "
                 f"{format_bytes(use.bytes)}{_window(use)}"
+                + (_fate(use, region) if verb == "writes" else "")
             )
     yield (
         f"  stores {format_bytes(region.stored_bytes)}; one tile holds at most "
@@ -171,6 +181,13 @@ def _region_lines(region: RegionReport) -> Iterator[str]:
             f"{format_bytes(sent.backward)} backwards; all together "
             f"{format_bytes(sent.forward_in_all)} and {format_bytes(sent.backward_in_all)}"
         )
+
+
+def _fate(use: ArrayUse, region: RegionReport) -> str:
+    """What becomes of a result, if it is not kept."""
+    if use.name in region.passing:
+        return ", passing: its cotangent is whole in the backward pass"
+    return ", restored in the backward pass" if use.name in region.restored else ""
 
 
 def _grid(grid: GridSpec) -> str:

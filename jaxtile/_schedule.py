@@ -14,7 +14,7 @@ from ._errors import TilingError
 from ._graph.build import Policy, build
 from ._graph.trace import Traced, inside, trace
 from ._mesh.devices import Devices, automatic, devices_of
-from ._regions.grid import GridSpec, Tiles
+from ._regions.grid import Grid, GridSpec, Tiles
 from ._regions.regions import Schedule, schedule_of
 from ._run.execute import execute
 from .policy import GraphPolicy, resolve
@@ -101,8 +101,10 @@ def scheduled(
     return schedule_of(graph, {**graph.stored, **stored}, grids, traced.rank, devices), traced
 
 
-def _per_device(grid: GridSpec, devices: Devices | None) -> GridSpec:
+def _per_device(grid: GridSpec | Grid, devices: Devices | None) -> GridSpec | Grid:
     """A policy chooses tiles for whole arrays; on a mesh, tiles stay as large as it wants them."""
+    if devices is not None and isinstance(grid, Grid):
+        grid = grid.tiles
     if devices is None or not isinstance(grid, tuple):
         return grid
     return tuple(-(-n // devices.count(axis)) for axis, n in enumerate(grid))

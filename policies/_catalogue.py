@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Final
 
 from jaxtile._amounts import parse_bytes
@@ -66,10 +66,7 @@ def _retained(argument: str) -> Decide:
 
 @register("store_convs", "", "results of convolutions and contractions; all between is recomputed")
 def _store_convs(argument: str) -> Decide:
-    work = ("convolution", "contraction")
-    return lambda outline: storing(
-        [p.name for p in outline.parts if p.tiled and p.operation.kind in work]
-    )
+    return lambda outline: storing(_worked(outline))
 
 
 @register("every", "k", "every k-th result")
@@ -126,19 +123,41 @@ def _recompute_all(argument: str) -> Decide:
     return lambda outline: storing([])
 
 
-@register("tiled", "HxW", "stores nothing and computes in HxW tiles: the least memory")
-def _tiled(argument: str) -> Decide:
-    grid = tuple(_positive(n, "tiled:HxW") for n in argument.lower().split("x"))
+@register("passing", "HxW", "computes in HxW tiles; results of convolutions are whole on the way")
+def _passing(argument: str) -> Decide:
+    choice_for = _in_tiles("passing", argument)
 
     def decide(outline: Outline) -> Choices:
-        if len(grid) != outline.rank:
-            raise ValueError(
-                f"the policy 'tiled:{argument}' has {len(grid)} numbers, but `in_axes` has "
-                f"{outline.rank} tiled axes"
-            )
-        return {...: Choice(grid)}
+        choice = choice_for(outline)
+        return {**dict.fromkeys(_worked(outline), choice._replace(passing=True)), ...: choice}
 
     return decide
+
+
+@register("tiled", "HxW", "stores nothing and computes in HxW tiles: the least memory")
+def _tiled(argument: str) -> Decide:
+    choice_for = _in_tiles("tiled", argument)
+    return lambda outline: {...: choice_for(outline)}
+
+
+def _in_tiles(policy: str, argument: str) -> Callable[[Outline], Choice]:
+    grid = tuple(_positive(n, f"{policy}:HxW") for n in argument.lower().split("x"))
+
+    def choice(outline: Outline) -> Choice:
+        if len(grid) != outline.rank:
+            raise ValueError(
+                f"the policy '{policy}:{argument}' has {len(grid)} numbers, but `in_axes` has "
+                f"{outline.rank} tiled axes"
+            )
+        return Choice(grid)
+
+    return choice
+
+
+def _worked(outline: Outline) -> list[str]:
+    """The results of convolutions and contractions."""
+    work = ("convolution", "contraction")
+    return [p.name for p in outline.parts if p.tiled and p.operation.kind in work]
 
 
 def _positive(text: str, form: str) -> int:

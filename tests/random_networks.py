@@ -265,8 +265,13 @@ class RandomPolicy:
 
         def choice(lengths) -> jaxtile.policy.Choice:
             grid = tuple(chance.randint(1, max(1, min(5, n))) for n in lengths)
+            fewer = tuple(chance.randint(1, n) for n in grid)
             return jaxtile.policy.Choice(
-                chance.choice([None, "whole", grid, grid]), chance.random() < 0.2
+                chance.choice([None, "whole", grid, grid]),
+                offload=chance.random() < 0.2,
+                passing=chance.random() < 0.4,
+                restored=chance.random() < 0.3,
+                forward=chance.choice([None, fewer]),
             )
 
         smallest = [

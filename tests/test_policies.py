@@ -48,6 +48,7 @@ EXAMPLES = [
     "names:act0,conv2",
     "offload:act1",
     "recompute_all",
+    "passing:4x3",
     "tiled:4x3",
 ]
 

@@ -84,11 +84,13 @@ class Node:
         return found
 
 
-Place = Literal["device", "host"]
-"""Where a stored array waits for the backward pass: in the memory of the device or of the host."""
+Place = Literal["device", "host", "passing", "restored"]
+"""Where a whole array waits for the backward pass: in the memory of the device or of the host. The
+others do not wait: they are there until their readers have run, and are computed again, a passing
+one by window in each region that reads it, a restored one whole and once."""
 
 Storage = Mapping[Value, Place]
-"""The values that are stored as whole arrays, and where they wait."""
+"""The values that are there as whole arrays, and where they wait."""
 
 
 def is_held(value: Value, stored: Storage) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,23 @@ from ..policy import Outline
 def kernels(outline: Outline) -> list[Operation | None]:
     """The operations with what they read from memory; None for those that take no extra time.
 
-    A compiler computes some operations together with others. A change of type is done by whoever
-    reads it, and so that operation reads what the change of type reads. Small results, such as a
-    norm's statistics, and a second sum over one array, such as that of its squares, are not counted
-    either.
+    A compiler computes some operations together with others. A change of type, or a sum that
+    nothing but one further elementwise operation reads, is done by whoever reads it, and so that
+    operation reads what the first one reads. Small results, such as a norm's statistics, and a
+    second sum over one array, such as that of its squares, are not counted either.
     """
     found: list[Operation | None] = []
-    read_as: dict[str, Any] = {}
+    read_as: dict[str, tuple[Any, ...]] = {}
     summed: set[Any] = set()
-    for part in outline.parts:
+    readers = Counter(i for part in outline.parts for i in part.inputs)
+    for k, part in enumerate(outline.parts):
         operation = part.operation
-        reads = tuple(read_as.get(t.name, t) for t in operation.inputs)
+        reads = tuple(r for t in operation.inputs for r in read_as.get(t.name, (t,)))
         moves = operation.kind == "movement" and len(reads) == 1
-        if moves and operation.inputs[0].shape == operation.output.shape:
-            read_as[operation.output.name] = reads[0]
+        moves = moves and operation.inputs[0].shape == operation.output.shape
+        fused = operation.kind == "elementwise" and not part.held_bytes and readers[k] == 1
+        if moves or (fused and part.tiled and k not in outline.outputs):
+            read_as[operation.output.name] = reads
             found.append(None)
             continue
         small = operation.kind in ("elementwise", "movement") and not part.tiled

@@ -21,8 +21,7 @@ and in tiles
 Time. Forward and backward of every operation. What is recomputed runs forward once more, unless
 nothing reads it. Tiles compute their halo too, run at the rate of tiles, and each costs the loop
 some time. Where operations of a tiled stretch wait for a reduction inside it (batch statistics),
-all up to the reduction is computed in one more loop, forwards and backwards. Each loop has its own
-cotangents of what the stretch reads, and XLA adds them up when it has all.
+all up to the reduction is computed in one more loop, forwards and backwards.
 
 The model is there twice, and both should agree. `stretches` has tables for the solver (`_plain`,
 `_tiled`, `_offloaded`); `estimate` costs one schedule that somebody else chose (`_stage`).
@@ -211,7 +210,7 @@ class Model:
         counts = np.array([grid], float)
         share = self._shares((cut,), alive[None], lengths, counts)[:, 0, 0]
         tiles = counts.prod()
-        awaited = {parts[k].awaits for k in own if parts[k].awaits >= everything[0]}
+        awaited = {r for k in own for r in parts[k].awaits[-1:] if r >= everything[0]}
         work, everywhere = self._in_tiles(cut, share, tiles), np.array(everything)
         ends = [*awaited, everything[-1]]
         seconds = sum(work[everywhere[everywhere <= end]].sum() for end in ends)
@@ -219,7 +218,7 @@ class Model:
         reads = {i for k in everything for i in parts[k].inputs if i < own[0]} - set(again)
         return (
             seconds + 2 * len(ends) * tiles * self.costs.loop,
-            tile + self.cotangent[alive].sum() + len(ends) * self.cotangent[list(reads)].sum(),
+            tile + self.cotangent[alive].sum() + self.cotangent[list(reads)].sum(),
         )
 
     def _plain(self, tables: Stretches) -> None:
@@ -265,7 +264,7 @@ class Model:
         tiles = counts.prod(1)
         lengths = np.array([p.lengths for p in parts], float)
         # Each reduction that is awaited, and the first operation that awaits it.
-        waiting = {p.awaits: k for k, p in reversed(list(enumerate(parts))) if p.awaits >= 0}
+        waiting = {p.awaits[-1]: k for k, p in reversed(list(enumerate(parts))) if p.awaits}
         alive = np.array([self.live(c) for c in tables.cuts])
         shares = self._shares(tables.cuts, alive, lengths, counts)
         enough = ((lengths[:, None] == 0) | (lengths[:, None] >= counts)).all(-1)
@@ -274,16 +273,15 @@ class Model:
             starts, share = np.array(tables.cuts[:b]), shares[:, b]
             loop = 2 * tiles * self.costs.loop
             upto = _cumulative(self._in_tiles(j, share, tiles))
-            seconds, loops = upto[j] - upto[starts] + loop, np.ones(b)
+            seconds = upto[j] - upto[starts] + loop
             for reduction, reader in waiting.items():
                 if reader < j:
                     inside = starts <= reduction
                     seconds[inside] += upto[reduction + 1] - upto[starts[inside]] + loop
-                    loops[inside] += 1
             possible = _max_from(~enough & alive[b][:, None], starts, j) == 0
             tile = _sum_from(share * self.held[:, None], starts, j)
             largest = _max_from(share * self.bytes[:, None], starts, j)
-            cotangents = loops * self._read_by(starts, j) + self.cotangent[alive[b]].sum()
+            cotangents = self._read_by(starts, j) + self.cotangent[alive[b]].sum()
             stored = _sum_from(self.bytes * alive[b], starts, j)
             tables.seconds[modes, :b, b] = np.where(possible, seconds, np.inf).T
             tables.peak[modes, :b, b] = (cotangents[:, None] + tile + 2 * largest).T

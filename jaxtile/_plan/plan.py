@@ -36,12 +36,10 @@ class Plan:
     @property
     def choices(self) -> Choices:
         """What `jaxtile.checkpoint` is told."""
-        found: dict[str | EllipsisType, Choice] = {
-            name: Choice(stage.grid, name in stage.offloaded)
-            for stage in self.stages
-            for name in stage.stored
-        }
-        return {**found, ...: self.rest}
+        found: dict[str | EllipsisType, Choice] = {...: self.rest}
+        for stage in self.stages:
+            found.update(stage.choices.items())
+        return found
 
     def choose(self, outline: Outline) -> Choices:
         if outline.fingerprint != self.fingerprint:
@@ -65,6 +63,8 @@ class Plan:
             names = [f"{n} (host)" if n in s.offloaded else n for n in s.stored]
             stored = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
             stored += f": {format_bytes(s.stored_bytes)}" if names else "-"
+            stored += f"; {len(s.passing)} passing" if s.passing else ""
+            stored += f"; {len(s.restored)} restored" if s.restored else ""
             working, ms = format_bytes(s.working_bytes), f"{s.seconds * 1e3:.3g}"
             rows.append((s.first, s.last, str(s.operations), s.mode, stored, working, ms))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -126,12 +126,17 @@ class Plan:
                     "grid": grid(s["grid"]),
                     "stored": tuple(s["stored"]),
                     "offloaded": tuple(s["offloaded"]),
+                    "passing": tuple(s["passing"]),
+                    "restored": tuple(s["restored"]),
+                    "forward": grid(s["forward"]),
                 }
             )
             for s in found.pop("stages")
         )
         rest = found.pop("rest")
-        plan = cls(stages=stages, rest=Choice(grid(rest["grid"]), rest["offload"]), **found)
+        forward = grid(rest.get("forward"))
+        rest = Choice(grid(rest["grid"]), rest["offload"], forward=forward)
+        plan = cls(stages=stages, rest=rest, **found)
         plan._check_types()
         return plan
 

@@ -16,6 +16,7 @@ Limits: a few schedules are compiled, not all; a faster one that fits may be mis
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
 import time
@@ -29,7 +30,9 @@ from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
 from ..policy import Choice, GridSpec, Outline, names, resolve
+from .assignment import KEPT, PASSING, RESTORED, Assignments
 from .costs import Costs, has_host_memory
+from .descent import Descent, Found
 from .model import Model, Stretches
 from .plan import Plan
 from .solver import Solution, Stage, fastest, measured, smallest
@@ -79,6 +82,7 @@ class Search:
         self.model = Model(outline, terms.costs, offload=terms.offload and has_host_memory())
         self.tables = self.model.stretches()
         self.others = [_named(self.model, text) for text in portfolio(self.model)]
+        self.descent = Descent(Assignments(outline, terms.costs), self.model.grids)
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
         self.fixed = _arguments_and_results(traced(None))
@@ -150,7 +154,7 @@ class Search:
             return max(right, fits)
         # Never so near to either end that nothing new is learnt.
         margin = 0.02 * (misfits - fits)
-        return min(max(right, fits + margin, misfits / 4), misfits - margin)
+        return min(max(right, fits + margin, misfits / 2), misfits - margin)
 
     def _try(self, candidate: Candidate, as_it_runs: bool = False) -> None:
         """Compile a schedule and note its bytes, unless the function refuses one of its grids."""
@@ -188,6 +192,7 @@ class Search:
             if grid == finest:
                 self.tables.seconds[mode] = np.inf
         self.others = [c for c in self.others if finest not in _grids(c)]
+        self.descent.leave_out(finest)
         self._smallest = None
 
     def _too_small(self, least: int) -> BudgetError:
@@ -204,12 +209,15 @@ class Search:
         found = [c for c in self.others if c.peak <= allowed]
         if solution is not None:
             found.insert(0, _solved(self.model, self.tables, solution))
+        if (assigned := self.descent.fastest(allowed)) is not None:
+            found.append(_assigned(self.descent, assigned))
         return min(found, key=lambda c: c.seconds, default=None)
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
             solved = _solved(self.model, self.tables, smallest(self.tables))
-            self._smallest = min([solved, *self.others], key=lambda c: c.peak)
+            assigned = _assigned(self.descent, self.descent.smallest())
+            self._smallest = min([solved, assigned, *self.others], key=lambda c: c.peak)
         return self._smallest
 
     def _plan(self, candidate: Candidate, total: int | None = None) -> Plan:
@@ -263,6 +271,43 @@ def _solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
         )
     rest = Choice(stages[-1].grid)
     return Candidate(_merged(stages), rest, "solver", solution.seconds, solution.peak)
+
+
+def _assigned(descent: Descent, found: Found) -> Candidate:
+    """An assignment, with the names of operations: neighbours with one grid are a stage."""
+    costs, states, modes = descent.costs, found.assignment.states, found.assignment.modes
+    parts, estimate = costs.outline.parts, costs.estimate(found.assignment)
+    needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
+    stages = []
+    for (grid, tiled_forward), members in itertools.groupby(range(costs.n), modes.__getitem__):
+        own = list(members)
+        kept, passing, restored = (
+            [k for k in own if states[k] == state and k in costs.whole]
+            for state in (KEPT, PASSING, RESTORED)
+        )
+        regions = [r for r in estimate.regions if r.end in own]
+        once = {k for r in regions if grid is None for k in r.own}
+        stages.append(
+            PlannedStage(
+                first=parts[own[0]].name,
+                last=parts[own[-1]].name,
+                operations=len(own),
+                grid=grid,
+                stored=tuple(parts[k].name for k in kept),
+                stored_bytes=int(sum(costs.bytes[k] for k in kept)),
+                held_bytes=int(
+                    sum(costs.held[k] for k in once) or sum(costs.bytes[k] for k in kept)
+                ),
+                offloaded=(),
+                working_bytes=int(max((needs[r.end] for r in regions), default=0)),
+                seconds=sum(r.cost.seconds for r in regions) + costs.plain(once),
+                passing=tuple(parts[k].name for k in passing),
+                restored=tuple(parts[k].name for k in restored),
+                forward=None if tiled_forward or not isinstance(grid, tuple) else descent.once,
+            )
+        )
+    rest = Choice(stages[-1].grid, forward=stages[-1].forward)
+    return Candidate(tuple(stages), rest, "descent", found.seconds, found.peak)
 
 
 def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:

@@ -24,6 +24,21 @@ class PlannedStage(NamedTuple):
     working_bytes: int
     """Estimated bytes while it is differentiated, beyond what is stored before it."""
     seconds: float
+    passing: tuple[str, ...] = ()
+    """Results that are whole in the forward pass only; whole in the backward pass are their
+    cotangents."""
+    restored: tuple[str, ...] = ()
+    """Results that are whole in the forward pass, and once more in the backward pass."""
+    forward: tuple[int, ...] | None = None
+    """Its grid in the forward pass, if it is another one."""
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """What a policy says of its results."""
+        base = Choice(self.grid, forward=self.forward)
+        kept = {n: base._replace(offload=n in self.offloaded) for n in self.stored}
+        passing = {n: base._replace(passing=True) for n in self.passing}
+        return kept | passing | {n: base._replace(restored=True) for n in self.restored}
 
     @property
     def mode(self) -> str:

@@ -17,9 +17,6 @@ GridSpec = tuple[int, ...] | Literal["whole"] | None
 """As users say it. A number of tiles per tiled axis; "whole": in one piece, and again in the
 backward pass, as by `jax.checkpoint`; None: in one piece, and once, as plain JAX."""
 
-Tiles = Sequence[int] | GridSpec | Mapping[str | EllipsisType | Value, Sequence[int] | GridSpec]
-"""One grid for all regions, or one per stored value, with `...` for all others."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -27,12 +24,20 @@ class Grid:
     """Per tiled axis; None: in one piece."""
     recomputed: bool = True
     """Is it computed again in the backward pass? Tiles always are."""
+    forward: tuple[int, ...] | None = None
+    """Tiles in the forward pass, if these are others: little is held there, so fewer may do."""
 
     def spec(self, axes: Sequence[int]) -> GridSpec:
         """As users say it, for a region with these of the tiled axes."""
         if self.tiles is not None:
             return tuple(self.tiles[axis] for axis in axes)
         return "whole" if self.recomputed else None
+
+
+Tiles = (
+    Sequence[int] | GridSpec | Mapping[str | EllipsisType | Value, Sequence[int] | GridSpec | Grid]
+)
+"""One grid for all regions, or one per stored value, with `...` for all others."""
 
 
 def grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
@@ -50,6 +55,8 @@ def grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
 
 
 def _checked(spec: Any, rank: int, what: str) -> Grid:
+    if isinstance(spec, Grid):
+        return spec
     if isinstance(spec, np.ndarray):
         spec = spec.tolist()
     if spec is None or spec == "whole":

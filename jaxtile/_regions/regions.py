@@ -10,94 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
 from .._errors import TilingError
-from .._geometry import partition
-from .._graph.values import Graph, Node, Storage, Value
+from .._graph.values import Graph, Node, Storage
 from .._mesh.collectives import reduction_step
 from .._mesh.devices import Devices
-from .._mesh.halos import Exchange, Halo
-from .._rules import Windows
+from .again import grouped, possible, prepare, together
 from .demands import plan
-from .grid import Grid, Tiles
+from .grid import Tiles
+from .region import Group, Region
 from .targets import Target, Targets
-from .tile import TilePlan
-
-
-@dataclasses.dataclass(eq=False)
-class Region:
-    """Targets that are computed together: by one tile loop, or whole."""
-
-    index: int
-    level: int
-    targets: list[Target]
-    nodes: list[Node]
-    inputs: list[Value]
-    """Tiled values that are read, by window if there is a loop."""
-    globals: list[Value]
-    grid: Grid
-    """On a mesh, that of each device."""
-    plan: TilePlan | None = None
-    devices: Devices | None = None
-
-    @property
-    def tiled(self) -> bool:
-        return self.grid.tiles is not None
-
-    @property
-    def loops(self) -> dict[int, int]:
-        """Tiles per looped axis, on each device; none if there is no loop."""
-        if self.grid.tiles is None:
-            return {}
-        return {axis: self.grid.tiles[axis] for axis in sorted(self.targets[0].axes)}
-
-    @property
-    def split(self) -> dict[int, int]:
-        """Tiles per axis, on all devices together. Untiled on a mesh is one tile per device."""
-        if self.devices is None:
-            return self.loops
-        pieces = dict.fromkeys(self.axes, 1) | self.loops
-        return {axis: n * self.devices.count(axis) for axis, n in pieces.items()}
-
-    @property
-    def axes(self) -> list[int]:
-        """The tiled axes of what is computed here."""
-        values = [v for n in self.nodes for v in (*n.inputs, *n.outputs)]
-        values += [v for t in self.targets for v in t.operands]
-        return sorted({a for v in values for a in v.axes if a is not None})
-
-    @property
-    def changes_value(self) -> bool:
-        """May its results differ when it is differentiated?"""
-        return any(n.rule.changes_value for n in self.nodes)
-
-    @property
-    def tiles(self) -> int:
-        return math.prod(self.split.values())
-
-    def windows(self, value: Value) -> Windows:
-        """Each tile's share of a target."""
-        split, count = self.split, (lambda axis: self.devices.count(axis) if self.devices else 1)
-        return {
-            d: partition(a, n, split[a] // count(a), count(a))
-            for d, (a, n) in enumerate(zip(value.axes, value.aval.shape, strict=True))
-            if a is not None
-        }
-
-    def exchange(self, value: Value) -> Exchange:
-        """What devices must know of each other's blocks of an input."""
-        assert self.devices is not None
-        assert self.plan is not None
-        shape, axes = value.aval.shape, value.array.axes
-        blocks, windows = self.devices.blocks(shape, axes), self.plan.windows.get(value, {})
-        return Exchange(
-            tuple(blocks[d].size if d in blocks else n for d, n in enumerate(shape)),
-            tuple(Halo.of(d, b, windows[d]) for d, b in blocks.items() if d in windows),
-        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -106,7 +31,7 @@ class Schedule:
 
     graph: Graph
     stored: Storage
-    steps: list[Node | Region]
+    steps: list[Node | Region | Group]
     devices: Devices | None = None
 
     @property
@@ -119,25 +44,24 @@ class Schedule:
 
     @property
     def regions(self) -> list[Region]:
-        return [step for step in self.steps if isinstance(step, Region)]
+        return [step for step in self.flat if isinstance(step, Region)]
+
+    @property
+    def flat(self) -> list[Node | Region]:
+        """The steps, with those of groups one by one."""
+        groups = [s.steps if isinstance(s, Group) else [s] for s in self.steps]
+        return [step for group in groups for step in group]
 
 
 def schedule_of(
     graph: Graph, stored: Storage, tiles: Tiles, rank: int, devices: Devices | None = None
 ) -> Schedule:
     """Regions that compute what is stored, on the given grids."""
+    stored = possible(graph, stored, devices)
     targets = Targets(graph, stored, tiles, rank, devices)
     order = {node: i for i, node in enumerate(graph.nodes)}
     regions = _regions(list(targets), order, devices)
     _check_keys(tiles, regions)
-    for region in regions:
-        reduce = None
-        if devices is not None and not region.tiled:
-            _take_in_reductions(region, order)
-            reduce = functools.partial(reduction_step, devices, region.axes)
-        if region.tiled or devices is not None:
-            wanted = {v: region.windows(v) for t in region.targets for v in t.operands}
-            region.plan = plan(region.nodes, wanted, region.split, reduce=reduce)
     steps: list[Node | Region] = [
         n
         for n in graph.nodes
@@ -149,7 +73,25 @@ def schedule_of(
             return step.level, 1, step.index
         return max((targets.level(v) for v in step.inputs), default=0), 0, order[step]
 
-    return Schedule(graph, stored, sorted([*steps, *regions], key=when), devices)
+    ordered = sorted([*steps, *regions], key=when)
+    for run in together(ordered, stored):
+        prepare(run, stored, order)
+    for region in regions:
+        for each in filter(None, (region, region.again)):
+            _plan(each, order)
+    return Schedule(graph, stored, grouped(ordered, graph, stored, order), devices)
+
+
+def _plan(region: Region, order: Mapping[Node, int]) -> None:
+    """The windows of a region's tiles, if it has any."""
+    devices, reduce = region.devices, None
+    if devices is not None and not region.tiled:
+        _take_in_reductions(region, order)
+        reduce = functools.partial(reduction_step, devices, region.axes)
+    if region.tiled or devices is not None:
+        nodes = sorted({*region.before, *region.nodes}, key=order.__getitem__)
+        wanted = {v: region.windows(v) for t in region.targets for v in t.operands}
+        region.plan = plan(nodes, wanted, region.split, reduce=reduce)
 
 
 def _take_in_reductions(region: Region, order: Mapping[Node, int]) -> None:
@@ -176,9 +118,9 @@ def _regions(
             index,
             group[0].level,
             group,
-            sorted({n for t in group for n in t.nodes}, key=order.__getitem__),
-            list(dict.fromkeys(v for t in group for v in t.inputs)),
-            list(dict.fromkeys(v for t in group for v in t.globals)),
+            sorted({n for t in group for n in t.source.nodes}, key=order.__getitem__),
+            list(dict.fromkeys(v for t in group for v in t.source.inputs)),
+            list(dict.fromkeys(v for t in group for v in t.source.globals)),
             group[0].grid,
             devices=devices,
         )
@@ -191,7 +133,9 @@ def _together(a: Target, b: Target, devices: Devices | None) -> bool:
     whole = a.grid.tiles is None and (a.grid.recomputed or devices is not None)
     if a.level != b.level or a.grid != b.grid or (not whole and a.axes != b.axes):
         return False
-    shared = not a.nodes.keys().isdisjoint(b.nodes) or not a.inputs.keys().isdisjoint(b.inputs)
+    one, other = a.source, b.source
+    shared = not one.nodes.keys().isdisjoint(other.nodes)
+    shared = shared or not one.inputs.keys().isdisjoint(other.inputs)
     return shared or a.rides_on is b.result or b.rides_on is a.result
 
 

@@ -23,6 +23,16 @@ from .._mesh.devices import Devices
 from .grid import Grid, Tiles, grid_of
 
 
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The equations that compute something from what is held, and what they read."""
+
+    nodes: dict[Node, None] = dataclasses.field(default_factory=dict)
+    inputs: dict[Value, None] = dataclasses.field(default_factory=dict)
+    """The tiled values that they read."""
+    globals: dict[Value, None] = dataclasses.field(default_factory=dict)
+
+
 @dataclasses.dataclass(eq=False)
 class Target:
     """A tiled value to be computed in full; or tiled values that the node `reduction` reduces."""
@@ -33,11 +43,9 @@ class Target:
     rides_on: Value | None = None
     """The target in whose region this reduction is computed."""
     level: int = 0
-    nodes: dict[Node, None] = dataclasses.field(default_factory=dict)
-    """The equations that compute it from what is held."""
-    inputs: dict[Value, None] = dataclasses.field(default_factory=dict)
-    """The tiled values that they read."""
-    globals: dict[Value, None] = dataclasses.field(default_factory=dict)
+    inside: frozenset[Node] = frozenset()
+    """Reductions that are computed on the way to it, and not before it."""
+    source: Source = dataclasses.field(default_factory=Source)
 
     @property
     def value(self) -> Value:
@@ -128,9 +136,9 @@ class Targets:
             together = [target, *self._riders(target)]
             inside = _reductions(together)
             for each in together:
-                whole = self._in_one_piece(target.grid)
-                _collect(each, self._stored, inside if whole else frozenset())
-            read = [v for each in together for v in (*each.inputs, *each.globals)]
+                each.inside = inside if self._in_one_piece(target.grid) else frozenset()
+                each.source = source_of(each, self._stored)
+            read = [v for t in together for v in (*t.source.inputs, *t.source.globals)]
             target.level = max((self.level(v) for v in read), default=0)
         else:
             leader = self._found[target.rides_on]
@@ -138,9 +146,9 @@ class Targets:
             target.level = leader.level
             if not self._in_one_piece(target.grid):
                 target.grid = leader.grid
-                inside = _reductions(self._riders(leader))
-                whole = self._in_one_piece(leader.grid)
-                _collect(target, self._stored, inside if whole else frozenset())
+                if self._in_one_piece(leader.grid):
+                    target.inside = _reductions(self._riders(leader))
+                target.source = source_of(target, self._stored)
         target.grid = self._fitted(target)
 
     def _fitted(self, target: Target) -> Grid:
@@ -166,7 +174,10 @@ class Targets:
                         "...: grid}`"
                     )
                 tiles[axis] = min(tiles[axis], rows)
-        return Grid(tuple(tiles))
+        forward = target.grid.forward
+        if forward is not None:
+            forward = tuple(min(n, m) for n, m in zip(forward, tiles, strict=True))
+        return Grid(tuple(tiles), forward=forward)
 
     def _riders(self, leader: Target) -> list[Target]:
         """Reductions that are recomputed whole together with this target."""
@@ -241,12 +252,10 @@ def _homes(graph: Graph, storage: Storage, needed: set[Value]) -> dict[Node, Val
     return homes
 
 
-def _collect(target: Target, stored: Storage, inside: frozenset[Node]) -> None:
-    """The equations that compute a target from what is held, and what they read.
-
-    Those `inside` are reductions that are computed on the way.
-    """
+def source_of(target: Target, stored: Storage) -> Source:
+    """From what a target is computed, if these values are stored."""
     own = target.rides_on if target.reduction is not None else target.value
+    inside, found = target.inside, Source()
     dependent: dict[Value, bool] = {}
 
     def follows(value: Value) -> bool:
@@ -272,9 +281,10 @@ def _collect(target: Target, stored: Storage, inside: frozenset[Node]) -> None:
             computed = bool(inside) and follows(value)
         if not computed:
             if value.tiled:
-                target.inputs[value] = None
+                found.inputs[value] = None
             elif not value.array.concrete:
-                target.globals[value] = None
-        elif node is not None and node not in target.nodes:
-            target.nodes[node] = None
+                found.globals[value] = None
+        elif node is not None and node not in found.nodes:
+            found.nodes[node] = None
             pending.extend(node.inputs)
+    return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -209,6 +209,10 @@ class ReadView:
     starts: Mapping[int, tuple[Slot, int]]
     """Along the others, where the base is there whole: per dimension, start and size."""
 
+    @property
+    def node(self) -> Node | None:
+        return self.base.node
+
     def run(self, env: Mapping[Value, jax.Array], scalars: Sequence[jax.Array]) -> Computed:
         x = _cut(lookup(env, self.base), self.read, scalars)
         for d, (start, size) in self.starts.items():
@@ -223,6 +227,15 @@ def _cut(x: jax.Array, cut: Cut | None, scalars: Sequence[jax.Array]) -> jax.Arr
     return x if cut is None else cut(x, scalars)
 
 
+@jax.custom_vjp
+def known(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`x`, of which the value is known, so that a compiler need not compute it."""
+    return value
+
+
+known.defvjp(lambda x, value: (value, None), lambda _, cotangent: (cotangent, None))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TilePlan:
     """The windows of one tile, and the instructions that compute them from the inputs'."""
@@ -234,11 +247,20 @@ class TilePlan:
     table: Table
 
     def evaluate(
-        self, env: dict[Value, jax.Array], scalars: Sequence[jax.Array]
+        self,
+        env: dict[Value, jax.Array],
+        scalars: Sequence[jax.Array],
+        nodes: Collection[Node] | None = None,
     ) -> dict[Value, jax.Array]:
-        """Extend `env` (windows of tiled inputs, whole global inputs) by all values of the tile."""
+        """Extend `env` (windows of tiled inputs, whole global inputs) by all values of the tile, or
+        by what these equations compute.
+
+        What is there already is not replaced, only its derivative is that of its equation.
+        """
         for instruction in self.instructions:
-            env.update(instruction.run(env, scalars))
+            if nodes is None or instruction.node in nodes:
+                for value, x in instruction.run(env, scalars):
+                    env[value] = known(x, env[value]) if value in env else x
         return env
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
-from .._graph.values import Value
-from .._regions.regions import Region, Schedule
-from .._regions.tile import lookup
+from .._graph.values import Node, Storage, Value
+from .._mesh.devices import Devices
+from .._regions.region import Group, Region
+from .._regions.regions import Schedule
+from .._regions.tile import known, lookup
+from .grouped import Grouped
 from .loop import Loop
-from .recompute import Recomputed, Whole, evaluate, run, to_host
+from .recompute import Again, Recomputed, Whole, evaluate, run, to_host
 from .sharded import Sharded
 
 
@@ -22,39 +27,59 @@ def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     env: dict[Value, Any] = dict(zip(schedule.graph.inputs, arrays, strict=True))
     if devices is not None:
         env = {v: devices.split(x, v.axes) for v, x in env.items()}
+    _run_steps(schedule.steps, env, schedule.stored, devices)
+    return [_as_array(_whole(env, v, devices)) for v in schedule.graph.outputs]
+
+
+def _run_steps(
+    steps: Sequence[Node | Region | Group],
+    env: dict[Value, Any],
+    stored: Storage,
+    devices: Devices | None,
+    statistics: Mapping[Value, jax.Array] | None = None,
+) -> None:
+    """Extend `env` by what the steps compute.
+
+    `statistics`: results of reductions that are known from the first time.
+    """
     hosted: dict[Value, jax.Array] = {}
-
-    def whole(value: Value) -> Any:
-        """A value that no region reads by window; on a mesh, tiled values are held as blocks."""
-        array, x = value.array, lookup(env, value.array)
-        return x if devices is None else devices.join(x, array.aval.shape, array.axes)
-
-    for step in schedule.steps:
-        if not isinstance(step, Region):
-            operands = [whole(v) for v in step.inputs]
+    for step in steps:
+        if isinstance(step, Node):
+            operands = [_whole(env, v, devices) for v in step.inputs]
             env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
             continue
-        if not step.grid.recomputed and devices is None:
+        if isinstance(step, Region) and not step.grid.recomputed and devices is None:
             # What these equations compute is held anyway, so other such regions use it too.
             results = evaluate(step, env)
         else:
-            body = _body(step)
-            inputs = [lookup(env, v.array) for v in step.inputs]
-            globals_ = [whole(v) for v in step.globals]
-            results = run(body, inputs, globals_, [hosted.get(v.array) for v in step.inputs])
-        env.update(zip((t.result for t in step.targets), results, strict=True))
-        hosted |= {
-            t.result: to_host(env[t.result])
-            for t in step.targets
-            if t.reduction is None and schedule.stored.get(t.result) == "host"
-        }
-    return [_as_array(whole(v)) for v in schedule.graph.outputs]
+            body = _body(step, stored)
+            inputs = [lookup(env, v.array) for v in body.region.inputs]
+            globals_ = [_whole(env, v, devices) for v in body.region.globals]
+            copies = [hosted.get(v.array) for v in body.region.inputs]
+            results, inputs = run(body, inputs, globals_, copies)
+            if devices is None:
+                read = zip(body.region.inputs, inputs, strict=True)
+                env.update((v, x) for v, x in read if v.base is None)
+        for value, x in zip(step.results, results, strict=True):
+            env[value] = known(x, statistics[value]) if statistics and value in statistics else x
+        hosted |= {v: to_host(env[v]) for v in step.results if stored.get(v) == "host"}
 
 
-def _body(region: Region) -> Recomputed:
-    if region.devices is not None:
-        return Sharded(region)
-    return Loop(region) if region.tiled else Whole(region)
+def _whole(env: Mapping[Value, Any], value: Value, devices: Devices | None) -> Any:
+    """A value that no region reads by window; on a mesh, tiled values are held as blocks."""
+    array, x = value.array, lookup(env, value.array)
+    return x if devices is None else devices.join(x, array.aval.shape, array.axes)
+
+
+def _body(step: Region | Group, stored: Storage) -> Recomputed:
+    if step.again is not None:
+        first = dataclasses.replace(step, again=None)
+        return Again(_body(first, stored), _body(step.again, stored))
+    if isinstance(step, Group):
+        return Grouped(step, functools.partial(_run_steps, stored=stored, devices=None))
+    if step.devices is not None:
+        return Sharded(step)
+    return Loop(step) if step.tiled else Whole(step)
 
 
 def _as_array(x: Any) -> jax.Array:

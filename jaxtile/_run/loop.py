@@ -9,14 +9,16 @@ belongs to one tile, so nothing is counted twice.
 `Loop.forward` and `Loop.backward` are called by `recompute`; the scans are in `Loop.accumulate` and
 `Loop.pull`.
 
-Known inefficiencies: the backward loop holds the residuals of a whole tile, not of a part of it; a
-cotangent of a stored array is a second array of its size.
+The sum of the cotangents of a stored array is one array of its size, however many regions read it:
+each adds to what the others have begun.
+
+Known inefficiency: the backward loop holds the residuals of a whole tile, not of a part of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ from jax import lax
 
 from .._geometry import owned
 from .._graph.values import Value
-from .._regions.regions import Region
+from .._regions.region import Region
 from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
@@ -37,6 +39,8 @@ from .recompute import (
     Cotangents,
     Pullback,
     Wanted,
+    after,
+    environment,
     fill_in,
     like,
     select,
@@ -70,7 +74,11 @@ class Layout:
         return cotangent
 
     def scan(self, body: Body, carry: Any, xs: Any) -> tuple[Any, Any]:
-        return lax.scan(body, carry, xs)
+        """Without a loop if there is but one tile."""
+        if len(jax.tree.leaves(xs)[0]) > 1:
+            return lax.scan(body, carry, xs)
+        carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda x: x[None], out)
 
 
 class Loop:
@@ -186,11 +194,21 @@ class Loop:
         return tuple(_write(s, m, slots, row) for s, m in zip(state, merged, strict=True))
 
     def backward(
-        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        begun: Cotangents,
+        wanted: Wanted,
     ) -> tuple[Cotangents, Cotangents]:
         rows = jnp.asarray(self.rows)
-        sums, totals = self.pull(inputs, globals_, kept, cotangents, wanted, rows)
-        return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
+        if len(rows) == 1:  # without a loop, the compiler would see that it has all this already
+            inputs, globals_ = after((inputs, globals_), [c for c in cotangents if c is not None])
+        sums, totals = self.pull(inputs, globals_, kept, cotangents, wanted, rows, begun)
+        return like(self.region.inputs, wanted[0], sums), like(
+            self.region.globals, wanted[1], totals
+        )
 
     def pull(
         self,
@@ -200,11 +218,16 @@ class Loop:
         cotangents: Cotangents,
         wanted: Wanted,
         rows: Array,
+        begun: Cotangents = (),
     ) -> Sums:
-        """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
+        """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals.
+
+        `begun`: sums that other readers of the inputs have begun.
+        """
         kept, remembered = kept
-        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
-        carry = self.sums(inputs, globals_, wanted, len(rows), zeros)
+        there = [x for x in inputs if x is not None]
+        zeros = zeros_after([c for c in cotangents if c is not None], [*there, *globals_])
+        carry = self.sums(globals_, wanted, len(rows), zeros, begun)
 
         def body(carry: Sums, xs: Any) -> tuple[Sums, None]:
             row, remembered = list(xs[0]), xs[1]
@@ -221,6 +244,10 @@ class Loop:
         """The operands of each target in one tile, and their pullback to what is wanted."""
         want_inputs, want_globals = wanted
         windows = self._windows(inputs, row)
+        if self.region.before:
+            env = environment(self.region, windows, globals_)
+            self.plan.evaluate(env, row, self.region.before)
+            windows = [env[v] for v in self.region.inputs]
 
         def evaluate(some_windows: Arrays, some_globals: Arrays) -> list[list[Array]]:
             return self._evaluate(
@@ -258,15 +285,21 @@ class Loop:
         return shares
 
     def sums(
-        self, inputs: Iterable[Any], globals_: Arrays, wanted: Wanted, tiles: int, zeros: Zeros
+        self,
+        globals_: Arrays,
+        wanted: Wanted,
+        tiles: int,
+        zeros: Zeros,
+        begun: Cotangents = (),
     ) -> Sums:
         """What the cotangents of the wanted inputs and globals are added up in."""
-        sums = [
-            zeros(x.shape, self._sum_dtype(x, slots, tiles))
-            for x, slots in zip(
-                select(inputs, wanted[0]), select(self.input_slots, wanted[0]), strict=True
-            )
-        ]
+        sums = []
+        for i, (value, slots) in enumerate(zip(self.region.inputs, self.input_slots, strict=True)):
+            if not wanted[0][i]:
+                continue
+            dtype, first = self._sum_dtype(value, slots, tiles), begun[i] if begun else None
+            shape = self.layout.shape(value)
+            sums.append(zeros(shape, dtype) if first is None else first.astype(dtype))
         totals = [zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, wanted[1])]
         return sums, totals
 
@@ -277,20 +310,22 @@ class Loop:
         totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
         return sums, totals
 
-    @staticmethod
-    def _sum_dtype(x: Any, slots: Slots, tiles: int) -> Any:
+    def _sum_dtype(self, value: Value, slots: Slots, tiles: int) -> Any:
         """What many tiles read, not just neighbours, has a sum over tiles as its cotangent."""
-        times_read = math.prod(size for _, size in slots) * tiles / max(1, x.size)
-        return accumulation_dtype(x.dtype) if times_read > 8 else x.dtype
+        size, dtype = math.prod(self.layout.shape(value)), value.aval.dtype
+        times_read = math.prod(size for _, size in slots) * tiles / max(1, size)
+        return accumulation_dtype(dtype) if times_read > 8 else dtype
 
-    def _windows(self, inputs: Arrays, row: Row) -> list[Array]:
-        return [window(x, slots, row) for x, slots in zip(inputs, self.input_slots, strict=True)]
+    def _windows(self, inputs: Sequence[Array | None], row: Row) -> list[Any]:
+        return [
+            None if x is None else window(x, slots, row)
+            for x, slots in zip(inputs, self.input_slots, strict=True)
+        ]
 
     def _evaluate(self, windows: Arrays, globals_: Arrays, row: Row) -> list[list[Array]]:
         """The operands of each target, in one tile."""
-        env = dict(zip(self.region.inputs, windows, strict=True))
-        env.update(zip(self.region.globals, globals_, strict=True))
-        self.plan.evaluate(env, row)
+        env = environment(self.region, windows, globals_)
+        self.plan.evaluate(env, row, self.region.nodes if self.region.before else None)
         cut = {
             v: lookup(env, v) if c is None else c(lookup(env, v), row) for v, c in self.cuts.items()
         }

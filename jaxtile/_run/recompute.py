@@ -3,11 +3,13 @@
 `run` is a `custom_vjp` around a region: here its forward and its backward pass are joined. `Loop`
 (in `loop`) computes a region tile by tile, `Whole` all at once; both do it again in the backward
 pass. What cannot be computed again bit for bit, the state of a reduction, is kept as well. An input
-that the policy offloads waits for the backward pass in host memory.
+that the policy offloads waits for the backward pass in host memory. One that is passing does not
+wait: the backward pass computes it again (`Again`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -18,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from .._graph.values import Value
-from .._regions.regions import Region
+from .._graph.values import Node, Value
+from .._regions.region import Group, Region
 from .._regions.tile import lookup
 
 T = TypeVar("T")
@@ -37,6 +39,11 @@ RECOMPUTED = "rematted_computation"
 class Recomputed(Protocol):
     """How a region is computed, and its derivative."""
 
+    @property
+    def region(self) -> Region | Group:
+        """What the backward pass runs."""
+        ...
+
     def forward(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
     ) -> tuple[list[Array], Any]:
@@ -47,9 +54,19 @@ class Recomputed(Protocol):
         ...
 
     def backward(
-        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        begun: Cotangents,
+        wanted: Wanted,
     ) -> tuple[Cotangents, Cotangents]:
-        """Cotangents of the wanted inputs and globals, None for the others."""
+        """Cotangents of the wanted inputs and globals, None for the others.
+
+        Inputs that are passing are None: they are not there. `begun`: the sums of the inputs'
+        cotangents that other readers have begun, to be added to; None: there is none yet.
+        """
         ...
 
 
@@ -58,21 +75,26 @@ def run(
     inputs: Arrays,
     globals_: Arrays,
     hosted: Sequence[Array | None],
-) -> list[Array]:
-    """The region's results. `hosted`: per input, its copy in host memory, if it has one."""
+) -> tuple[list[Array], list[Array]]:
+    """The region's results, and its inputs as the next reader should read them.
+
+    These are the same arrays. But if the next reader takes them from here, then the sum of its
+    cotangents comes back to here, and is added to: otherwise each reader would have an array of its
+    own for that. `hosted`: per input, its copy in host memory, if it has one.
+    """
     return _run(body, list(inputs), list(globals_), list(hosted))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(
     body: Recomputed, inputs: Arrays, globals_: Arrays, hosted: Sequence[Array | None]
-) -> list[Array]:
-    return body.forward(inputs, globals_)[0]
+) -> tuple[list[Array], list[Array]]:
+    return body.forward(inputs, globals_)[0], list(inputs)
 
 
 def _forward(
     body: Recomputed, inputs: Sequence[Any], globals_: Sequence[Any], hosted: Sequence[Any]
-) -> tuple[list[Array], Any]:
+) -> tuple[tuple[list[Array], list[Array]], Any]:
     values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
     wanted = jax.tree.map(
         lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact),
@@ -81,19 +103,23 @@ def _forward(
     )
     results, kept = body.forward(values[0], values[1], wanted)
     hosted = [None if h is None else h.value for h in hosted]
-    on_device = [x if h is None else None for x, h in zip(values[0], hosted, strict=True)]
-    return results, (on_device, hosted, values[1], kept, _Static(wanted))
+    on_device = [
+        None if passing or h is not None else x
+        for x, h, passing in zip(values[0], hosted, body.region.passing, strict=True)
+    ]
+    return (results, values[0]), (on_device, hosted, values[1], kept, _Static(wanted))
 
 
 def _backward(
-    body: Recomputed, residuals: Any, cotangents: Sequence[Any]
+    body: Recomputed, residuals: Any, given: tuple[Sequence[Any], Sequence[Any]]
 ) -> tuple[Cotangents, Cotangents, list[None]]:
     on_device, hosted, globals_, kept, wanted = residuals
-    cotangents = [None if isinstance(c, SymbolicZero) else c for c in cotangents]
+    cotangents, begun = ([None if isinstance(c, SymbolicZero) else c for c in g] for g in given)
+    begun = [c if w else None for c, w in zip(begun, wanted.value[0], strict=True)]
     inputs = [
         x if h is None else fetch(h, cotangents) for x, h in zip(on_device, hosted, strict=True)
     ]
-    of_inputs, of_globals = body.backward(inputs, globals_, kept, cotangents, wanted.value)
+    of_inputs, of_globals = body.backward(inputs, globals_, kept, cotangents, begun, wanted.value)
     return of_inputs, of_globals, [None for _ in hosted]
 
 
@@ -114,12 +140,19 @@ class Whole:
         return self._evaluate(inputs, globals_), ()
 
     def backward(
-        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        begun: Cotangents,
+        wanted: Wanted,
     ) -> tuple[Cotangents, Cotangents]:
         given = [c for c in cotangents if c is not None]
         inputs, globals_ = after((inputs, globals_), given)
         (want_inputs, want_globals) = wanted
         with jax.named_scope(RECOMPUTED):
+            inputs = with_passing(self.region, inputs, globals_)
             results, pull = self._vjp(inputs, globals_, wanted)
         of_inputs, of_globals = pull(
             [
@@ -127,7 +160,10 @@ class Whole:
                 for x, c in zip(results, cotangents, strict=True)
             ]
         )
-        return like(inputs, want_inputs, of_inputs), like(globals_, want_globals, of_globals)
+        return (
+            added(like(self.region.inputs, want_inputs, of_inputs), begun),
+            like(self.region.globals, want_globals, of_globals),
+        )
 
     def _vjp(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted
@@ -143,26 +179,106 @@ class Whole:
         return jax.vjp(evaluate, select(inputs, want_inputs), select(globals_, want_globals))
 
     def _evaluate(self, inputs: Arrays, globals_: Arrays) -> list[Array]:
-        env = dict(zip(self.region.inputs, inputs, strict=True))
-        env.update(zip(self.region.globals, globals_, strict=True))
-        return evaluate(self.region, env)
+        return evaluate(self.region, environment(self.region, inputs, globals_))
+
+
+class Again:
+    """A region that the backward pass computes from other inputs, because some are passing, and
+    some of its results are known.
+    """
+
+    def __init__(self, first: Recomputed, again: Recomputed):
+        self.first, self.again = first, again
+        results = first.region.results
+        inputs = again.region.inputs
+        self.known = [results.index(v) for v in inputs if v in results]
+        given = inputs[: len(inputs) - len(self.known)]
+        self.region = dataclasses.replace(again.region, inputs=given)
+
+    def forward(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
+    ) -> tuple[list[Array], Any]:
+        n, m = self._own()
+        wanted = None if wanted is None else (wanted[0][:n], wanted[1][:m])
+        results, kept = self.first.forward(inputs[:n], globals_[:m], wanted)
+        return results, (kept, [results[i] for i in self.known])
+
+    def backward(
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        begun: Cotangents,
+        wanted: Wanted,
+    ) -> tuple[Cotangents, Cotangents]:
+        (n, m), (kept, known) = self._own(), kept
+        wanted = (
+            [*wanted[0][:n], *(False for _ in [*inputs[n:], *known])],
+            [*wanted[1][:m], *(False for _ in globals_[m:])],
+        )
+        found, totals = self.again.backward(
+            [*inputs, *known],
+            globals_,
+            kept,
+            cotangents,
+            [*begun[:n], *(None for _ in [*inputs[n:], *known])],
+            wanted,
+        )
+        return [*found[:n], *begun[n:]], totals
+
+    def _own(self) -> tuple[int, int]:
+        """How many of the inputs and globals are the region's own: the first ones."""
+        return len(self.first.region.inputs), len(self.first.region.globals)
+
+
+def environment(
+    region: Region | Group, inputs: Sequence[Any], globals_: Arrays
+) -> dict[Value, Any]:
+    """The values that a region knows at its beginning, and so not those that are passing."""
+    env = {v: x for v, x in zip(region.inputs, inputs, strict=True) if x is not None}
+    env.update(zip(region.globals, globals_, strict=True))
+    return env
+
+
+def with_passing(region: Region | Group, inputs: Arrays, globals_: Arrays) -> Arrays:
+    """The inputs, and those that are passing computed again, whole."""
+    if not region.before:
+        return inputs
+    env = environment(region, inputs, globals_)
+    _apply(region.before, env)
+    computed = [env[v] for v, passing in zip(region.inputs, region.passing, strict=True) if passing]
+    # Otherwise the compiler may hold what they are computed from, to compute them once per reader.
+    env.update(zip(select(region.inputs, region.passing), _settled(computed), strict=True))
+    return [env[v] for v in region.inputs]
+
+
+def _settled(arrays: Arrays) -> Arrays:
+    """The same arrays; the compiler cannot make what computes them part of what reads them."""
+    return arrays if _barriers_are_removed() else lax.optimization_barrier(list(arrays))
 
 
 def evaluate(region: Region, env: dict[Value, Any]) -> list[Array]:
     """The equations of a region, whole; `env` is extended by all that they compute."""
-
-    def read(value: Value) -> Array:
-        return lookup(env, value if value in env else value.array)
-
-    for node in region.nodes:
-        if any(v not in env for v in node.outputs):
-            env.update(zip(node.outputs, node.equation.bind(*map(read, node.inputs)), strict=True))
+    read = _apply(region.nodes, env)
     return [
         read(t.result)
         if t.reduction is None or t.result in env
         else t.reduction.equation.bind(*map(read, t.operands))[0]
         for t in region.targets
     ]
+
+
+def _apply(nodes: Iterable[Node], env: dict[Value, Any]) -> Callable[[Value], Array]:
+    """Extend `env` by what these equations compute, whole; and how to read in it."""
+
+    def read(value: Value) -> Array:
+        return lookup(env, value if value in env else value.array)
+
+    for node in nodes:
+        if any(v not in env for v in node.outputs):
+            env.update(zip(node.outputs, node.equation.bind(*map(read, node.inputs)), strict=True))
+    return read
 
 
 def after(tree: Any, arrays: Sequence[Array]) -> Any:
@@ -252,10 +368,22 @@ def select(items: Iterable[T], wanted: Sequence[bool]) -> list[T]:
     return [x for x, w in zip(items, wanted, strict=True) if w]
 
 
-def like(items: Arrays, wanted: Sequence[bool], cotangents: Iterable[Array]) -> list[Array | None]:
-    """Cotangents in the types of the items, None where none is wanted."""
+def like(
+    values: Sequence[Value], wanted: Sequence[bool], cotangents: Iterable[Array]
+) -> list[Array | None]:
+    """Cotangents in the types of the values, None where none is wanted."""
     found = iter(cotangents)
-    return [next(found).astype(x.dtype) if w else None for x, w in zip(items, wanted, strict=True)]
+    return [
+        next(found).astype(v.aval.dtype) if w else None for v, w in zip(values, wanted, strict=True)
+    ]
+
+
+def added(cotangents: Cotangents, begun: Cotangents) -> list[Array | None]:
+    """Cotangents, and what was begun of their sums."""
+    return [
+        b if a is None else a if b is None else a + b
+        for a, b in zip(cotangents, begun, strict=True)
+    ]
 
 
 def fill_in(items: Arrays, wanted: Sequence[bool], replacements: Iterable[Array]) -> list[Array]:

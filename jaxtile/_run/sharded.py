@@ -27,14 +27,15 @@ from jax.sharding import PartitionSpec as P
 from .._graph.values import Value
 from .._mesh.collectives import first_only, merged
 from .._mesh.halos import Exchange
-from .._regions.regions import Region
+from .._regions.region import Region
 from .._regions.targets import Target
-from .loop import Body, Layout, Loop, Sums, reducer
+from .loop import Layout, Loop, Sums, reducer
 from .recompute import (
     Array,
     Arrays,
     Cotangents,
     Wanted,
+    added,
     after,
     like,
     select,
@@ -66,19 +67,31 @@ class Sharded:
         return run(self._rows(), list(inputs), list(globals_))
 
     def backward(
-        self, inputs: Arrays, globals_: Arrays, kept: Any, cotangents: Cotangents, wanted: Wanted
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        kept: Any,
+        cotangents: Cotangents,
+        begun: Cotangents,
+        wanted: Wanted,
     ) -> tuple[Cotangents, Cotangents]:
         cotangents = [None if c is None or c.dtype == jax.dtypes.float0 else c for c in cotangents]
         specs = [
             s if c is not None else None for s, c in zip(self.out_specs, cotangents, strict=True)
         ]
+        in_specs = [
+            s if x is not None else None for s, x in zip(self.in_specs, inputs, strict=True)
+        ]
         run = self._on_devices(
             functools.partial(self._backward, wanted),
-            (P(*self.names), self.in_specs, P(), P(*self.names), specs),
+            (P(*self.names), in_specs, P(), P(*self.names), specs),
             (select(self.in_specs, wanted[0]), P()),
         )
         sums, totals = run(self._rows(), list(inputs), list(globals_), kept, cotangents)
-        return like(inputs, wanted[0], sums), like(globals_, wanted[1], totals)
+        return (
+            added(like(self.region.inputs, wanted[0], sums), begun),
+            like(self.region.globals, wanted[1], totals),
+        )
 
     def _on_devices(
         self, fun: Callable[..., Any], in_specs: Any, out_specs: Any
@@ -111,7 +124,10 @@ class Sharded:
         # Otherwise the compiler may find that it has these halos already, and hold them.
         if self.region.grid.recomputed:
             inputs = after(inputs, [c for c in cotangents if c is not None])
-            inputs = [e.fill(x) for e, x in zip(self.blocks.exchanges, inputs, strict=True)]
+            inputs = [
+                None if x is None else e.fill(x)
+                for e, x in zip(self.blocks.exchanges, inputs, strict=True)
+            ]
         kept = jax.tree.map(self._local, kept)
         rows = self._local(rows)
         sums, totals = self._pull(inputs, globals_, kept, cotangents, wanted, rows)
@@ -160,7 +176,7 @@ class Sharded:
             return self.loop.pull(inputs, globals_, kept, cotangents, wanted, rows)
         row = list(rows[0])
         zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
-        sums = self.loop.sums(map(self._aval, self.region.inputs), globals_, wanted, 1, zeros)
+        sums = self.loop.sums(globals_, wanted, 1, zeros)
         values = [[self._aval(t.value)] for t in self.region.targets]
         shares = self.loop.cotangent_shares(values, (), (), cotangents, row)
         return self.loop.added(sums, kept(shares), wanted, row)
@@ -234,13 +250,6 @@ class _Blocks(Layout):
         """What all devices along a mesh axis compute alike counts on the first of them."""
         alike = self.names(a for a in self.region.split if a not in target.axes)
         return first_only(cotangent, alike)
-
-    def scan(self, body: Body, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """Without a loop if there is but one tile."""
-        if len(jax.tree.leaves(xs)[0]) > 1:
-            return lax.scan(body, carry, xs)
-        carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
-        return carry, jax.tree.map(lambda x: x[None], out)
 
     def names(self, axes: Iterable[int]) -> list[str]:
         """The mesh axes that tiled axes are distributed over."""

@@ -33,7 +33,8 @@ from .._graph.inline import any_call
 from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Storage, Value
 from .._regions.grid import Tiles
-from .._regions.regions import Region, schedule_of
+from .._regions.region import Region
+from .._regions.regions import schedule_of
 from .._regions.tile import lookup
 from .._rules import Equation
 from .ends import Sink, Source, all_of, dtype_of
@@ -134,7 +135,7 @@ class _Program:
                 "arrays"
             )
         self.steps: list[Pass | Globals] = []
-        for _, steps in itertools.groupby(plan.steps, lambda s: isinstance(s, Region)):
+        for _, steps in itertools.groupby(plan.flat, lambda s: isinstance(s, Region)):
             found = list(steps)
             nodes = [step for step in found if isinstance(step, Node)]
             self.steps += [Pass(step) for step in found if isinstance(step, Region)]

@@ -27,7 +27,7 @@ from .._graph.build import build_storing
 from .._graph.operations import Operation, Operations, contract
 from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Place, Storage, Value
-from .._regions.grid import GridSpec
+from .._regions.grid import Grid, GridSpec
 from .._rules import traits
 from ._demands import Demands, Probe, fuses, works
 
@@ -37,6 +37,13 @@ class Choice(NamedTuple):
 
     grid: GridSpec
     offload: bool = False
+    passing: bool = False
+    """It is whole in the forward pass only; in the backward pass its cotangent is, and the result
+    itself is computed again by window."""
+    forward: tuple[int, ...] | None = None
+    """Tiles in the forward pass, if these are others."""
+    restored: bool = False
+    """It is whole in the forward pass, and computed again, once and whole, in the backward pass."""
 
 
 Choices = Mapping[str | EllipsisType, Choice]
@@ -64,8 +71,8 @@ class Part:
     axis."""
     inputs: tuple[int, ...]
     """The operations whose tiled results it reads."""
-    awaits: int
-    """The last reduction before it on whose result it depends; -1: on none."""
+    awaits: tuple[int, ...]
+    """The reductions whose results it reads, itself or by way of what is computed from them."""
     held_bytes: int
     """Bytes of the arrays, its result among them, that plain JAX keeps of it for the backward
     pass: those that no fusion avoids."""
@@ -145,7 +152,7 @@ class _Facts:
     index: Mapping[Value, int]
     """For each result of an operation, the number of that operation."""
     held: Collection[Value]
-    awaits: Mapping[Node, int]
+    awaits: Mapping[Node, frozenset[int]]
     probes: dict[Any, Demands]
     """Demands that were found already: networks repeat themselves."""
 
@@ -175,26 +182,26 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         reduces=bool(reductions),
         lengths=tuple(lengths),
         inputs=tuple(facts.index[v] for v in reads),
-        awaits=max((facts.awaits[n] for n in nodes), default=-1),
+        awaits=tuple(sorted(frozenset().union(*(facts.awaits[n] for n in nodes)))),
         held_bytes=sum(v.bytes for n in nodes for v in n.outputs if v in facts.held and v.tiled),
         differentiable=jnp.issubdtype(end.outputs[0].aval.dtype, jnp.inexact),
         probe=lambda: probe.demands(facts.probes),
     )
 
 
-def _awaits(graph: Graph, members: Mapping[Node, Sequence[Node]]) -> dict[Node, int]:
-    """Per equation, the last operation before it that reduces, and whose result reaches it."""
+def _awaits(graph: Graph, members: Mapping[Node, Sequence[Node]]) -> dict[Node, frozenset[int]]:
+    """Per equation, the operations that reduce, and whose results reach it as global values."""
     owner = {node: k for k, nodes in enumerate(members.values()) for node in nodes}
-    latest: dict[Value, int] = {}
-    found: dict[Node, int] = {}
+    reaching: dict[Value, frozenset[int]] = {}
+    found: dict[Node, frozenset[int]] = {}
     for node in graph.nodes:
-        before = max((latest.get(v.array, -1) for v in node.inputs), default=-1)
-        found[node] = -1 if before == owner.get(node) else before
+        before = frozenset().union(*(reaching.get(v.array, ()) for v in node.inputs))
+        found[node] = before - {owner.get(node, -1)}
         for value in node.outputs:
-            if node.reduction is not None:
-                latest[value] = owner.get(node, -1)
+            if node.reduction is not None and node in owner:
+                reaching[value] = frozenset({owner[node]})
             elif not value.tiled:
-                latest[value] = before
+                reaching[value] = before
     return found
 
 
@@ -244,18 +251,30 @@ def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
     return worth
 
 
+def _place(choice: Choice) -> Place:
+    if choice.passing or choice.restored:
+        return "restored" if choice.restored else "passing"
+    return "host" if choice.offload else "device"
+
+
+def _grid(choice: Choice) -> GridSpec | Grid:
+    if choice.forward is None or not isinstance(choice.grid, tuple):
+        return choice.grid
+    return Grid(choice.grid, forward=choice.forward)
+
+
 def apply(
     choices: Choices, values: Mapping[str, Value]
-) -> tuple[Storage, dict[Value | EllipsisType, GridSpec]]:
+) -> tuple[Storage, dict[Value | EllipsisType, GridSpec | Grid]]:
     """What a policy stores, and the grids as `jaxtile.checkpoint` takes them."""
     stored: dict[Value, Place] = {}
-    grids: dict[Value | EllipsisType, GridSpec] = {}
+    grids: dict[Value | EllipsisType, GridSpec | Grid] = {}
     for name, choice in choices.items():
         if isinstance(name, EllipsisType):
-            grids[...] = choice.grid
+            grids[...] = _grid(choice)
             continue
         value = values[name]
         if value.tiled and value.node is not None and value.node.reduction is None:
-            stored[value] = "host" if choice.offload else "device"
-            grids[value] = choice.grid
+            stored[value] = _place(choice)
+            grids[value] = _grid(choice)
     return stored, grids

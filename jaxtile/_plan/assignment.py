@@ -1,0 +1,366 @@
+"""Time and memory of a schedule that says of every result what becomes of it.
+
+The solver cuts a network into stretches and stores all that is live at a cut. That is too coarse
+for networks with skips and norms: of a bottleneck block, its narrow results should be kept and its
+wide ones, which are cheap to compute from them, should not. So here a schedule is an *assignment*.
+Each tiled result is
+
+    kept      a whole array until the backward pass has used it,
+    restored  a whole array in the forward pass, and once more in the backward pass, where the
+              regions from the one that computes it to its last reader are run again,
+    passing   a whole array in the forward pass, and computed again, by window, for every region
+              that reads it in the backward pass, or
+    inside    never a whole array: part of the regions that read it,
+
+and the region that computes it has a grid. Regions follow from that as `_regions` builds them: a
+region begins at whole arrays and ends at one, or at reductions (a norm's statistics).
+
+Time. Forwards, each region computes what is inside it. Backwards it computes the same again, and
+before that the passing arrays that it reads, from what is there; then come the gradients of what is
+inside. Regions that restore something run forwards once more. Work in tiles includes the halo, and
+no operation is shorter than the time to start it.
+
+Memory. While a region is differentiated there are all kept arrays before it, the whole cotangents
+of what it computes and reads and of everything that spans it, and what one of its tiles holds.
+
+Limits: an estimate ranks schedules, and the compiler has the last word (`search`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..policy import GridSpec, Outline
+from ..policy._demands import Demand
+from .costs import Costs
+from .kernels import kernels
+
+INSIDE, PASSING, RESTORED, KEPT = range(4)
+
+
+class Mode(NamedTuple):
+    """How a region is computed."""
+
+    grid: GridSpec
+    """None: once, as plain JAX does; all that is needed for the derivative is held."""
+    tiled_forward: bool = False
+    """Has the forward pass the same tiles? Otherwise it is in one piece."""
+
+
+Line = tuple[Demand, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    states: tuple[int, ...]
+    """Per operation, what becomes of its result."""
+    modes: tuple[Mode, ...]
+    """Per operation, how the region is computed that ends with it."""
+
+
+class Cost(NamedTuple):
+    """Of one region: seconds, and bytes beyond whole arrays, forwards and backwards."""
+
+    seconds: float
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass
+class Region:
+    end: int
+    own: list[int]
+    """Operations, in order."""
+    reads: list[int]
+    """Whole arrays that they read."""
+    mode: Mode
+    before: list[int] = dataclasses.field(default_factory=list)
+    """Operations that compute the passing ones of these."""
+    group: int = 0
+    """The same for regions that are run again together."""
+    restored: float = 0.0
+    """Bytes that are restored for it."""
+    cost: Cost = dataclasses.field(default=Cost(0.0, 0.0, 0.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    seconds: float
+    needs: np.ndarray
+    """Per region, bytes while it runs, forwards or backwards."""
+    regions: list[Region]
+
+    @property
+    def peak(self) -> float:
+        return float(self.needs.max(initial=0.0))
+
+
+class Assignments:
+    """What assignments for one outline cost."""
+
+    def __init__(self, outline: Outline, costs: Costs):
+        self.outline, self.costs = outline, costs
+        parts, work = outline.parts, kernels(outline)
+        self.n, self.rank = len(parts), outline.rank
+        self.tiled = [p.tiled and p.bytes > 0 for p in parts]
+        self.reduces = [p.reduces and not t for p, t in zip(parts, self.tiled, strict=True)]
+        self.starts = [k is not None for k in work]
+        self.forward = [costs.seconds(k) if k else 0.0 for k in work]
+        self.backward = [costs.gradient(k) if k else 0.0 for k in work]
+        self.held = [float(p.held_bytes) for p in parts]
+        self.bytes = [float(p.bytes) if p.tiled else 0.0 for p in parts]
+        self.cotangent = [
+            b if p.differentiable else 0.0 for b, p in zip(self.bytes, parts, strict=True)
+        ]
+        self.by_position = [
+            all(d.scale in (0, 1) and not d.halo for line in p.demands for d in line) for p in parts
+        ]
+        self._contract()
+        self._costs: dict[Any, Cost] = {}
+
+    def _contract(self) -> None:
+        """What each operation reads, without operations that are part of their readers; and of
+        reductions that read the same, one for all.
+        """
+        self.reads: list[list[tuple[int, Line]]] = []
+        kept: set[int] = set()
+        hidden: list[list[int]] = [[] for _ in range(self.n)]
+        first: dict[tuple[int, ...], int] = {}
+        stands_for = list(range(self.n))
+        for k, part in enumerate(self.outline.parts):
+            read: list[tuple[int, Line]] = []
+            for j, line in zip(part.inputs, part.demands, strict=True):
+                if j in kept:
+                    read.append((j, line))
+                else:  # it reads what that one reads
+                    read += [(i, line) for i, _ in self.reads[j]]
+                    hidden[k] += [j, *hidden[j]]
+            self.reads.append(read)
+            fused = not self.starts[k] and not self.held[k] and self.by_position[k]
+            if self.reduces[k]:
+                stands_for[k] = first.setdefault(tuple(i for i, _ in read), k)
+            elif not self.tiled[k] or (fused and k not in self.outline.outputs):
+                continue
+            if stands_for[k] == k:
+                kept.add(k)
+        self.parts = sorted(kept)
+        self.whole = {k for k in kept if self.tiled[k] and k not in self.outline.outputs}
+        """Results that may be whole arrays; those of the function are in any case."""
+        self.inputs = [[i for i, _ in read] for read in self.reads]
+        self.awaits = [
+            frozenset(stands_for[r] for j in (k, *hidden[k]) for r in self.outline.parts[j].awaits)
+            for k in range(self.n)
+        ]
+
+    def estimate(self, given: Assignment) -> Estimate:
+        states = [s if t else INSIDE for s, t in zip(given.states, self.tiled, strict=True)]
+        for k in self.outline.outputs:
+            states[k] = KEPT if self.tiled[k] else INSIDE
+        regions = self._regions(states, given.modes)
+        seconds = self._grouped(regions, states)
+        for region in regions:
+            region.cost = self._cost(region, states)
+        once = {k for r in regions if r.mode.grid is None for k in r.own}
+        seconds += sum(r.cost.seconds for r in regions) + self.plain(once)
+        return Estimate(seconds, self._needs(regions, states, once), regions)
+
+    def plain(self, operations: Collection[int]) -> float:
+        """Seconds of these, forwards and backwards, once."""
+        return sum(self.forward[k] + self.backward[k] for k in operations)
+
+    def _regions(self, states: Sequence[int], modes: Sequence[Mode]) -> list[Region]:
+        found: dict[Any, Region] = {}
+        inside = frozenset(k for k in self.parts if self.reduces[k] and modes[k].grid == "whole")
+        whole = [s != INSIDE for s in states]
+        for k in self.parts:
+            if states[k] == INSIDE and (not self.reduces[k] or k in inside):
+                continue
+            in_one = modes[k].grid == "whole"
+            own, reads = self._reach([k], whole, inside if in_one else frozenset())
+            inside = inside.difference(own)
+            key: Any = k
+            if self.reduces[k]:
+                # It follows a whole array, or is one of several that are computed from the same.
+                follows = len(reads) == 1 and all(self.by_position[i] for i in own[:-1])
+                carrier = found.get(reads[0]) if follows else None
+                key = reads[0] if carrier and carrier.mode == modes[k] else (*reads, -1, *own[:-1])
+            if key in found:
+                found[key].own = sorted({*found[key].own, *own})
+                continue
+            found[key] = Region(k, own, reads, modes[k])
+        # A reduction that leads to no whole array ends a region itself.
+        for k in sorted(inside, reverse=True):
+            if k in inside:
+                own, reads = self._reach([k], whole, inside)
+                found[k] = Region(k, own, reads, modes[k])
+                inside = inside.difference(own)
+        return sorted(found.values(), key=lambda r: r.end)
+
+    def _grouped(self, regions: Sequence[Region], states: Sequence[int]) -> float:
+        """What each region computes of its inputs, and what groups restore: seconds for that."""
+        at = {r.end: n for n, r in enumerate(regions)}
+        last = dict.fromkeys(range(len(regions)), -1)
+        for n, region in enumerate(regions):
+            for i in region.reads:
+                if states[i] == RESTORED:
+                    last[at[i]] = n
+        seconds, first, end = 0.0, 0, -1
+        kept = [s == KEPT for s in states]
+        for n in range(len(regions)):
+            end = max(end, last[n])
+            if end <= n:
+                seconds += self._group(regions[first : n + 1], states, kept)
+                first = n + 1
+        return seconds
+
+    def _group(self, regions: Sequence[Region], states: Sequence[int], kept: list[bool]) -> float:
+        """Seconds to run regions again, if they restore anything."""
+        if len(regions) == 1:
+            self._passing(regions[0], kept)
+            return 0.0
+        made = {r.end for r in regions}
+        restored = [k for k in made if states[k] == RESTORED]
+        outside = {i for r in regions for i in r.reads if i not in made}
+        passing = [i for i in outside if not kept[i]]
+        before = self._reach(passing, kept)[0]
+        seconds = sum(self.forward[k] for k in before)
+        given = sum(self.bytes[i] for i in passing)
+        # They are computed whole, one after the other, when nothing else of the group is there.
+        begin = given + 2 * max((self.held[k] for k in before), default=0.0)
+        there = [*passing, *restored]
+        for k in there:
+            kept[k] = True
+        for region in regions:
+            self._passing(region, kept)
+            if states[region.end] in (RESTORED, PASSING):
+                seconds += sum(self.forward[k] for k in region.own if not self.reduces[k])
+            region.restored = given + sum(self.bytes[k] for k in restored if k < region.end)
+        regions[-1].restored = max(regions[-1].restored, begin)
+        for k in there:
+            kept[k] = False
+        return seconds
+
+    def _passing(self, region: Region, kept: Sequence[bool]) -> None:
+        """What a region must compute before its own operations."""
+        passing = [i for i in region.reads if not kept[i]]
+        if passing and region.mode.grid is not None:
+            region.before = self._reach(passing, kept)[0]
+
+    def _reach(
+        self, ends: Sequence[int], whole: Sequence[bool], inside: frozenset[int] = frozenset()
+    ) -> tuple[list[int], list[int]]:
+        """The operations that compute these results, and the whole arrays that they read.
+
+        `inside`: reductions that are operations like any other.
+        """
+        own, reads, pending = set(ends), set(), list(ends)
+        while pending:
+            k = pending.pop()
+            awaited = self.awaits[k] & inside - own
+            own |= awaited
+            pending += awaited
+            for i in self.inputs[k]:
+                if whole[i]:
+                    reads.add(i)
+                elif i not in own:
+                    own.add(i)
+                    pending.append(i)
+        return sorted(own), sorted(reads)
+
+    def _cost(self, region: Region, states: Sequence[int]) -> Cost:
+        if region.mode.grid is None:
+            forward = max((self.held[k] for k in region.own), default=0.0)
+            return Cost(0.0, forward, 2 * max((self.bytes[k] for k in region.own), default=0.0))
+        passing = tuple(i for i in region.reads if i in region.before)
+        known = states[region.end] in (KEPT, RESTORED)
+        key = (region.mode, known, passing, tuple(region.own), tuple(region.before))
+        if key not in self._costs:
+            self._costs[key] = self._recomputed(region, passing, known)
+        return self._costs[key]
+
+    def _recomputed(self, region: Region, passing: Sequence[int], known: bool) -> Cost:
+        """Of a region that is computed again, in tiles or in one piece."""
+        grid, tiled_forward = region.mode
+        tiles = math.prod(grid) if isinstance(grid, tuple) else 1
+        own, everything = set(region.own), sorted({*region.before, *region.own})
+        share = self._shares(region, everything) if tiles > 1 else dict.fromkeys(everything, 1.0)
+        rate, start = (self.costs.tile, self.costs.start) if tiles > 1 else (1.0, 0.0)
+        read = {i for k in region.own for i in self.inputs[k]}
+        seconds = 0.0 if tiled_forward else sum(self.forward[k] for k in region.own)
+        seconds += (1 + tiled_forward) * (tiles > 1) * tiles * self.costs.loop
+        for k in everything:
+            if not self.starts[k]:
+                continue
+            times = [self.forward[k]] if k in region.before else []
+            if k in own:
+                times += [self.backward[k], self.forward[k]][: 1 + tiled_forward]
+                # A result that only reductions follow is read, if it was kept.
+                unread = k == region.end and (known or k not in read)
+                summed = self.reduces[k] and grid != "whole"
+                if not summed and not (unread and self.held[k] <= self.bytes[k]):
+                    times.append(self.forward[k])
+            seconds += sum(max(share[k] * t * rate, start) for t in times) * tiles
+        tile = sum(share[k] * self.held[k] for k in region.own if k != region.end)
+        tile += sum(share[k] * self.bytes[k] for k in passing)
+        tile += 2 * max(share[k] * self.bytes[k] for k in everything)
+        inner = [self.held[k] * (share[k] if tiled_forward else 1.0) for k in region.own]
+        return Cost(seconds, max(inner), tile)
+
+    def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
+        """Per operation, the share of its positions that a tile computes: from the last to the
+        first, each asks for as many positions of what it reads as it needs.
+        """
+        grid, parts, inside = region.mode.grid, self.outline.parts, set(everything)
+        assert isinstance(grid, tuple)
+        wide: dict[int, list[float]] = {k: [0.0] * self.rank for k in everything}
+        for k in reversed(everything):
+            lengths = parts[k].lengths
+            if k == region.end or self.reduces[k]:
+                tile = [-(-n // g) for n, g in zip(lengths, grid, strict=True)]
+                wide[k] = [max(a, b) for a, b in zip(wide[k], tile, strict=True)]
+            wide[k] = [min(a, n) for a, n in zip(wide[k], lengths, strict=True)]
+            for i, line in self.reads[k]:
+                if i in inside:
+                    need = [w * d.scale + d.halo for w, d in zip(wide[k], line, strict=True)]
+                    wide[i] = [max(a, b) for a, b in zip(wide[i], need, strict=True)]
+        return {
+            k: math.prod(
+                w / n if n else 1.0 for w, n in zip(wide[k], parts[k].lengths, strict=True)
+            )
+            for k in everything
+        }
+
+    def _needs(
+        self, regions: Sequence[Region], states: Sequence[int], once: set[int]
+    ) -> np.ndarray:
+        """Bytes while each region runs, forwards or backwards."""
+        last: dict[int, int] = {}
+        held = {k: self.held[k] for k in once}
+        for region in regions:
+            for i in region.reads:
+                last[i] = max(last.get(i, i), region.end)
+                if region.mode.grid is None:
+                    held[i] = self.bytes[i]
+        kept, cotangents, passing = (np.zeros(self.n + 2) for _ in range(3))
+        for k in self.parts:
+            if states[k] == KEPT:
+                held[k] = max(held.get(k, 0.0), self.bytes[k])
+            if states[k] != INSIDE:
+                cotangents[k : last.get(k, k) + 1] += self.cotangent[k]
+            if states[k] in (PASSING, RESTORED):
+                passing[k + 1 : last.get(k, k) + 1] += self.bytes[k]
+        for k, size in held.items():
+            kept[k + 1 :] += size
+        needs = []
+        for region in regions:
+            end, cost = region.end, region.cost
+            result = self.bytes[end] if states[end] != INSIDE else 0.0
+            forward = passing[end] + result + cost.forward
+            backward = cotangents[end] + region.restored + cost.backward
+            needs.append(kept[end] + max(backward, forward))
+        return np.array(needs)

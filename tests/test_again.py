@@ -1,0 +1,245 @@
+"""Values that are whole in the forward pass and not kept: exact, and at the price that is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.interpreters.partial_eval import dce_jaxpr
+
+import jaxtile
+from jaxtile.policy import Choice
+
+from .support import assert_close, conv, parametrize_few
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """A policy for the results of all convolutions, a letter for each: kept, passing or restored.
+
+    The last letter stands for all that follow.
+    """
+
+    grid: object
+    states: str
+    forward: tuple[int, ...] | None = None
+
+    def choose(self, outline):
+        base = Choice(self.grid, forward=self.forward)
+        convs = [p.name for p in outline.parts if p.operation.kind == "convolution"]
+        states = self.states.ljust(len(convs), self.states[-1])
+        chosen = {
+            name: base._replace(passing=state == "p", restored=state == "r")
+            for name, state in zip(convs, states, strict=True)
+        }
+        return chosen | {...: base}
+
+
+def normed(x, scale, fast):
+    x = x - 0.5
+    mean = x.mean((0, 1, 2), keepdims=True)
+    square = (x**2).mean((0, 1, 2), keepdims=True) - mean**2
+    variance = square if fast else ((x - mean) ** 2).mean((0, 1, 2), keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-2) * scale
+
+
+def network(params, x, *, fast=True):
+    """Convolutions and batch norms with skips; its activation is not 0 at 0."""
+    for k, (kernel, scale) in enumerate(params):
+        y = jax.nn.softplus(normed(conv(x, kernel), scale, fast))
+        x = x + y if k % 2 else y
+    return jnp.mean(x**3)
+
+
+def arguments(layers=4, size=(2, 9, 7, 2), kernel=3):
+    rng = np.random.default_rng(0)
+    shape = (kernel, kernel, size[-1], size[-1])
+    params = [
+        (jnp.asarray(rng.standard_normal(shape) * 0.5), jnp.asarray(1 + rng.random(size[-1])))
+        for _ in range(layers)
+    ]
+    return params, jnp.asarray(rng.standard_normal(size))
+
+
+def tiled(policy, fun=network, **options):
+    return jaxtile.checkpoint(fun, in_axes=(None, (1, 2)), policy=policy, **options)
+
+
+@parametrize_few(
+    "policy",
+    [
+        Results((3, 2), "p"),
+        Results((2, 2), "rkpr", forward=(1, 1)),
+        Results((1, 1), "kprk"),
+        Results("whole", "prrp"),
+        Results((9, 7), "k"),
+        Results((4, 4), "pppk", forward=(2, 1)),
+        Results((3, 2), "r"),
+        Results((2, 2), "rprk", forward=(1, 1)),
+        Results((1, 1), "rrkr"),
+        Results("whole", "ppkp"),
+        Results("whole", "r"),
+        Results(None, "p"),
+        Results(None, "rprr"),
+    ],
+    always=4,
+)
+def test_same_value_and_gradients(policy):
+    args = arguments()
+    for fun in (network, lambda params, x: network(params, x, fast=False)):
+        step = jax.jit(jax.value_and_grad(tiled(policy, fun), (0, 1)))
+        assert_close(step(*args), jax.jit(jax.value_and_grad(fun, (0, 1)))(*args))
+
+
+def test_second_derivative():
+    args = arguments(layers=3)
+
+    def twice(fun):
+        def inner(params, x):
+            return sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(jax.grad(fun)(params, x)))
+
+        return jax.jit(jax.grad(inner, (0, 1)))(*args)
+
+    assert_close(twice(tiled(Results((2, 2), "prk"))), twice(network))
+
+
+@pytest.mark.slow
+def test_on_a_mesh():
+    mesh = jax.make_mesh((2, 2), ("rows", "cols"))
+    args = arguments()
+    for grid in ((2, 1), "whole", None):
+        fun = tiled(Results(grid, "pkr"), mesh=mesh, mesh_axes=("rows", "cols"))
+        got = jax.jit(jax.value_and_grad(fun, (0, 1)))(*args)
+        assert_close(got, jax.jit(jax.value_and_grad(network, (0, 1)))(*args))
+
+
+def convolutions(fun, *args):
+    """How often as much as one whole convolution of `args` is executed, in loops too."""
+
+    def count(jaxpr):
+        total = 0
+        for eqn in jaxpr.eqns:
+            found = [count(body) for body in jaxprs_in_params(eqn.params)] or [0]
+            branch = eqn.primitive.name == "cond"  # one branch per platform
+            total += (max(found) if branch else sum(found)) * eqn.params.get("length", 1)
+            if eqn.primitive.name == "conv_general_dilated":
+                # Two of these three are the positions and channels of the image, one the kernel's.
+                shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+                total += math.sqrt(math.prod(math.prod(s) for s in shapes))
+        return total
+
+    plain = math.sqrt(math.prod(args[1].shape) ** 2 * math.prod(args[0][0][0].shape))
+    jaxpr = jax.make_jaxpr(fun)(*args).jaxpr
+    needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # a compiler leaves the rest out
+    return count(needed) / plain
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_work(layers):
+    """With m norms and nothing kept, counted in the program: forwards each convolution runs once;
+    backwards the k-th region runs k of them, and two gradients (the first one has no gradient of
+    its image); and the loss runs all of them.
+    """
+    args, m = arguments(layers, size=(1, 8, 8, 2), kernel=1), layers
+
+    def work(policy, **options):
+        return convolutions(jax.value_and_grad(tiled(policy, **options)), *args)
+
+    plain = convolutions(jax.value_and_grad(network), *args)
+    assert plain == pytest.approx(3 * m - 1)
+    assert work(Results((2, 2), "p")) == pytest.approx(plain + m * (m + 1) / 2 + m)
+    # If they are kept, it is plain JAX's: what only a norm's statistics follow is not run again.
+    assert work(Results((2, 2), "k")) == pytest.approx(plain)
+    # If they are restored, they run once more.
+    assert work(Results((2, 2), "r")) == pytest.approx(plain + m)
+    # If nothing is whole, the region of each norm runs everything before it, in both directions.
+    ends = [*range(1, m + 1), m]
+    nothing = sum(k + k + (2 * k - 1) for k in ends)
+    assert work(jax.checkpoint_policies.nothing_saveable, tiles=(2, 2)) == pytest.approx(nothing)
+
+
+def test_explained():
+    explained = tiled(Results((2, 2), "kp", forward=(1, 1))).explain(*arguments(layers=3))
+    (first, second, third), text = explained.regions[:3], str(explained)
+    assert (first.grid, first.forward_grid) == ((2, 2), (1, 1))
+    assert [len(r.passing) for r in (first, second, third)] == [0, 1, 1]
+    assert first.stored_bytes > second.stored_bytes
+    assert third.recomputed_flops > second.recomputed_flops > first.recomputed_flops
+    assert "passing" in text
+    assert "1 x 1 tiles and backwards 2 x 2 tiles" in text
+
+
+def test_needs_less_memory_than_kept():
+    params, _ = arguments(layers=12)
+    x = jax.ShapeDtypeStruct((1, 256, 256, 2), jnp.float64)
+
+    def bytes_of(states):
+        step = jax.jit(jax.value_and_grad(tiled(Results((4, 4), states))))
+        return jaxtile.compiled_bytes(step.lower(params, x)).temporaries
+
+    kept = bytes_of("k")
+    assert bytes_of("p") < 0.4 * kept
+    assert bytes_of("rrk" * 4) < 0.75 * kept
+
+
+def test_readers_share_one_cotangent():
+    """However many regions read a stored array, the sums of its cotangent are one array."""
+    rng = np.random.default_rng(0)
+    x = jax.ShapeDtypeStruct((1, 256, 256, 2), jnp.float64)
+
+    def bytes_of(readers):
+        kernels = [jnp.asarray(rng.standard_normal((3, 3, 2, 2))) for _ in range(readers + 1)]
+
+        def fun(kernels, x):
+            y, total = conv(x, kernels[0]), 0.0
+            for kernel in kernels[1:]:
+                total += jnp.tanh(conv(y * (1 + 0.1 * total), kernel)).mean() ** 2
+            return total
+
+        step = jax.jit(jax.value_and_grad(tiled(Results((8, 8), "k"), fun)))
+        assert len(tiled(Results((8, 8), "k"), fun).explain(kernels, x).regions) > readers
+        return jaxtile.compiled_bytes(step.lower(kernels, x)).temporaries
+
+    one_array = 256 * 256 * 2 * 8
+    kept = 3 * one_array  # the results of three more convolutions
+    assert bytes_of(5) - bytes_of(2) < kept + 1.5 * one_array
+
+
+def test_what_cannot_pass_is_kept():
+    """An output, and what depends on a function whose value changes when it is differentiated."""
+
+    @jax.custom_vjp
+    def rounded(x):
+        return x
+
+    rounded.defvjp(lambda x: (jnp.round(4 * x) / 4, None), lambda _, c: (c,))
+
+    def fun(params, x):
+        y = conv(rounded(x), params[0][0])
+        z = conv(jnp.tanh(y), params[1][0])
+        return z, jnp.mean(normed(z, params[1][1], True) ** 3)
+
+    args = arguments(layers=2)
+
+    def loss(fun):
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(fun(*a)[0] ** 2) + fun(*a)[1]))(*args)
+
+    assert_close(loss(tiled(Results((3, 2), "pr"), fun)), loss(fun))
+
+
+def test_effects_happen_once(capfd):
+    def fun(params, x):
+        first = conv(x, params[0][0])
+        jax.debug.print("mean {}", first.mean())
+        return jnp.mean(jnp.tanh(conv(jnp.tanh(first), params[1][0])) ** 3)
+
+    args = arguments(layers=2)
+    step = jax.jit(jax.value_and_grad(tiled(Results((3, 2), "r"), fun)))
+    assert_close(step(*args), jax.jit(jax.value_and_grad(fun))(*args))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("mean") == 2
