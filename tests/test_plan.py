@@ -124,7 +124,7 @@ def test_the_promise_is_about_the_program_that_runs(monkeypatch):
 
     def too_little(lowered, platform):
         found = honest(lowered, platform)
-        return dataclasses.replace(found, temporaries=int(0.8 * found.temporaries))
+        return dataclasses.replace(found, temporaries=int(0.6 * found.temporaries))
 
     budget = int(0.6 * compiled_bytes(network))
     expected = plan(network, budget)

@@ -41,6 +41,8 @@ from .costs import Costs
 from .kernels import kernels
 
 INSIDE, PASSING, RESTORED, KEPT = range(4)
+Line = tuple[Demand, ...]
+"""Per tiled axis, what a tile of a result needs of an operand."""
 
 
 class Mode(NamedTuple):
@@ -50,9 +52,6 @@ class Mode(NamedTuple):
     """None: once, as plain JAX does; all that is needed for the derivative is held."""
     tiled_forward: bool = False
     """Has the forward pass the same tiles? Otherwise it is in one piece."""
-
-
-Line = tuple[Demand, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +80,6 @@ class Region:
     mode: Mode
     before: list[int] = dataclasses.field(default_factory=list)
     """Operations that compute the passing ones of these."""
-    group: int = 0
-    """The same for regions that are run again together."""
     restored: float = 0.0
     """Bytes that are restored for it."""
     cost: Cost = dataclasses.field(default=Cost(0.0, 0.0, 0.0))

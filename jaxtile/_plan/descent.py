@@ -82,9 +82,9 @@ class Descent:
     def leave_out(self, grid: GridSpec) -> None:
         """Never use a grid again."""
         self.modes = [m for m in self.modes if m.grid != grid]
-        self.frontier = [
-            f for f in self.frontier if all(m.grid != grid for m in f.assignment.modes)
-        ]
+        self.frontier = []
+        self._seen = {}
+        self._walks = [self._descend(start) for start in self._starts()]
 
     def _walk_to(self, allowed: float) -> None:
         """Go down only as far as needed: the last steps are the longest."""
@@ -166,8 +166,16 @@ class Descent:
             return
         at = self.modes.index(here.modes[members[0]])
         for other in self.modes[max(0, at - 3) : at + 4]:
-            if other != here.modes[members[0]]:
+            if other != here.modes[members[0]] and self._enough(members, other.grid):
                 yield self._normal(here.states, _replaced(here.modes, members, other))
+
+    def _enough(self, members: list[int], grid: GridSpec) -> bool:
+        """Has every one of these results a position for each tile?"""
+        parts, tiled = self.costs.outline.parts, self.costs.tiled
+        lengths = [parts[k].lengths for k in members if tiled[k]]
+        return not isinstance(grid, tuple) or all(
+            n == 0 or n >= g for each in lengths for n, g in zip(each, grid, strict=True)
+        )
 
     def _normal(self, states: Sequence[int], modes: Sequence[Mode]) -> Assignment:
         """What is kept as plain JAX keeps it has no whole arrays but those that others read; what

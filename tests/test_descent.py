@@ -1,0 +1,119 @@
+"""Schedules that decide about each result by itself: their estimates, and the search for them."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtile
+from jaxtile._plan.assignment import INSIDE, KEPT, PASSING, RESTORED, Assignment, Assignments, Mode
+from jaxtile._plan.costs import BUILT_IN
+from jaxtile._plan.descent import Descent
+from jaxtile._plan.planner import default_step
+
+from .support import assert_close
+from .test_again import Results, arguments, network, tiled
+
+AXES = (None, (1, 2))
+MODES = {"whole": "whole", "once": (1, 1), "tiles": (4, 4)}
+
+
+def assignments(layers, size=256, costs=BUILT_IN["gpu"]):
+    params, _ = arguments(layers)
+    x = jax.ShapeDtypeStruct((1, size, size, 2), jnp.float64)
+    return Assignments(jaxtile.policy.outline(network, params, x, in_axes=AXES), costs)
+
+
+def results(costs):
+    return [k for k in costs.parts if costs.outline.parts[k].operation.kind == "convolution"]
+
+
+def assigned(costs, states, mode):
+    found = [INSIDE] * costs.n
+    for k, state in zip(results(costs), states, strict=True):
+        found[k] = state
+    return Assignment(tuple(found), (mode,) * costs.n)
+
+
+def test_time_is_that_of_the_operations_that_run():
+    """As `test_again.test_work` counts them."""
+    costs, m = assignments(layers=4), 4
+    conv = costs.forward[results(costs)[0]]
+
+    def convolutions(state, grid):
+        estimate = costs.estimate(assigned(costs, [state] * m, Mode(grid)))
+        again = [k for r in estimate.regions for k in r.before if k in results(costs)]
+        restored = sum(costs.forward[k] for k in results(costs) if state == RESTORED)
+        return len(again) + restored / conv
+
+    assert convolutions(KEPT, (1, 1)) == 0
+    # The region of the k-th result computes k - 1 before it, and the loss all.
+    assert convolutions(PASSING, (1, 1)) == m * (m - 1) / 2 + m
+    assert convolutions(RESTORED, (1, 1)) == m
+    times = [costs.estimate(assigned(costs, [s] * m, Mode((1, 1)))).seconds for s in (3, 2, 1)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("states", ["k", "p", "kpkp"])
+def test_bytes_are_near_those_of_the_program(states):
+    costs, letters = assignments(layers=4, size=512), {"k": KEPT, "p": PASSING}
+    chosen = [letters[c] for c in states.ljust(4, states[-1])]
+    estimated = costs.estimate(assigned(costs, chosen, Mode((4, 4), tiled_forward=True))).peak
+    params, _ = arguments(layers=4)
+    x = jax.ShapeDtypeStruct((1, 512, 512, 2), jnp.float64)
+    step = default_step((params, x), AXES)(tiled(Results((4, 4), states)))
+    compiled = jaxtile.compiled_bytes(jax.jit(step).lower(params, x)).temporaries
+    assert 0.6 < estimated / compiled < 1.3
+
+
+def test_near_the_best_of_all_assignments():
+    """An exhaustive search over the states of four results, in one mode each, is the oracle."""
+    costs = assignments(layers=4)
+    descent = Descent(costs, [(2, 2), (4, 4)])
+    every = [
+        costs.estimate(assigned(costs, states, Mode(grid)))
+        for states in itertools.product((INSIDE, PASSING, RESTORED, KEPT), repeat=4)
+        for grid in (None, "whole", (1, 1), (2, 2), (4, 4))
+    ]
+    plain = max(e.peak for e in every)
+    for share in (0.9, 0.7, 0.5, 0.4):
+        best = min(e.seconds for e in every if e.peak <= share * plain)
+        found = descent.fastest(share * plain)
+        assert found.peak <= share * plain
+        assert found.seconds <= 1.05 * best
+
+
+def test_less_memory_never_costs_less_time():
+    descent = Descent(assignments(layers=6), [(2, 2), (4, 4)])
+    most = descent.fastest(float("inf")).peak
+    found = [descent.fastest(share * most) for share in (1.0, 0.8, 0.6, 0.45)]
+    assert all(a.seconds <= 1.001 * b.seconds for a, b in itertools.pairwise(found))
+    assert descent.smallest().peak < found[-1].peak
+
+
+def test_a_grid_that_is_left_out_is_not_used_again():
+    descent = Descent(assignments(layers=4), [(2, 2), (4, 4)])
+    smallest = descent.smallest()
+    descent.leave_out((4, 4))
+    found = descent.smallest()
+    assert all(m.grid != (4, 4) for m in found.assignment.modes)
+    assert found.peak >= smallest.peak
+
+
+def test_planned_with_norms():
+    """The plan fits, says what is not kept, survives a file, and gives the same gradients."""
+    params, _ = arguments(layers=6)
+    x = jax.random.normal(jax.random.key(0), (1, 128, 128, 2), jnp.float64)
+    step = jax.jit(default_step((params, x), AXES)(network))
+    plain = jaxtile.compiled_bytes(step.lower(params, x))
+    budget = int(plain.total - 0.6 * plain.temporaries)
+    quietly = {"progress": lambda line: None, "costs": BUILT_IN["gpu"]}
+    plan = jaxtile.plan(network, params, x, in_axes=AXES, budget=budget, **quietly)
+    assert plan.measured_bytes <= budget
+    again = jaxtile.Plan.from_json(plan.as_json())
+    assert again.choices == plan.choices
+    got = jax.jit(jax.value_and_grad(tiled(again)))(params, x)
+    assert_close(got, jax.jit(jax.value_and_grad(network))(params, x))
