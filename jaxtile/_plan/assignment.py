@@ -106,9 +106,13 @@ class Assignments:
         self.n, self.rank = len(parts), outline.rank
         self.tiled = [p.tiled and p.bytes > 0 for p in parts]
         self.reduces = [p.reduces and not t for p, t in zip(parts, self.tiled, strict=True)]
-        self.starts = [k is not None for k in work]
-        self.forward = [costs.seconds(k) if k else 0.0 for k in work]
-        self.backward = [costs.gradient(k) if k else 0.0 for k in work]
+        self.durations = {
+            i: costs.durations(k, p.sample)
+            for i, (k, p) in enumerate(zip(work, parts, strict=True))
+            if k is not None
+        }
+        whole = [[d.whole for d in self.durations.get(i, ())] or [0.0, 0.0] for i in range(self.n)]
+        self.forward, self.backward = map(list, zip(*whole, strict=True))
         self.held = [float(p.held_bytes) for p in parts]
         self.bytes = [float(p.bytes) if p.tiled else 0.0 for p in parts]
         self.cotangent = [
@@ -138,7 +142,7 @@ class Assignments:
                     read += [(i, line) for i, _ in self.reads[j]]
                     hidden[k] += [j, *hidden[j]]
             self.reads.append(read)
-            fused = not self.starts[k] and not self.held[k] and self.by_position[k]
+            fused = k not in self.durations and not self.held[k] and self.by_position[k]
             if self.reduces[k]:
                 stands_for[k] = first.setdefault(tuple(i for i, _ in read), k)
             elif not self.tiled[k] or (fused and k not in self.outline.outputs):
@@ -286,22 +290,23 @@ class Assignments:
         tiles = math.prod(grid) if isinstance(grid, tuple) else 1
         own, everything = set(region.own), sorted({*region.before, *region.own})
         share = self._shares(region, everything) if tiles > 1 else dict.fromkeys(everything, 1.0)
-        rate, start = (self.costs.tile, self.costs.start) if tiles > 1 else (1.0, 0.0)
         read = {i for k in region.own for i in self.inputs[k]}
         seconds = 0.0 if tiled_forward else sum(self.forward[k] for k in region.own)
         seconds += (1 + tiled_forward) * (tiles > 1) * tiles * self.costs.loop
         for k in everything:
-            if not self.starts[k]:
+            if k not in self.durations:
                 continue
-            times = [self.forward[k]] if k in region.before else []
+            forward, backward = (
+                d.of(share[k]) if tiles > 1 else d.whole for d in self.durations[k]
+            )
+            times = [forward] if k in region.before else []
             if k in own:
-                times += [self.backward[k], self.forward[k]][: 1 + tiled_forward]
+                times += [backward, forward][: 1 + tiled_forward]
                 # A result that only reductions follow is read, if it was kept.
                 unread = k == region.end and (known or k not in read)
-                summed = self.reduces[k] and grid != "whole"
-                if not summed and not (unread and self.held[k] <= self.bytes[k]):
-                    times.append(self.forward[k])
-            seconds += sum(max(share[k] * t * rate, start) for t in times) * tiles
+                if not self.reduces[k] and not (unread and self.held[k] <= self.bytes[k]):
+                    times.append(forward)
+            seconds += sum(times) * tiles
         tile = sum(share[k] * self.held[k] for k in region.own if k != region.end)
         tile += sum(share[k] * self.bytes[k] for k in passing)
         tile += 2 * max(share[k] * self.bytes[k] for k in everything)

@@ -16,11 +16,33 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._graph.operations import Operation
+from .._graph.sample import Sample
+
+
+class Timing(NamedTuple):
+    """Of one class of operations, on so many positions: seconds forwards, and of the gradients."""
+
+    positions: int
+    forward: float
+    gradient: float
+
+
+class Duration(NamedTuple):
+    """Seconds of an operation, and of a share of its positions: straight lines between points."""
+
+    whole: float
+    shares: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def of(self, share: Any) -> Any:
+        return np.interp(share, self.shares, self.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +65,42 @@ class Costs:
     backward: Mapping[str, float]
     """Time of the gradient relative to the operation, by kind; `other` for all other kinds."""
 
+    classes: Mapping[str, tuple[Timing, ...]] = dataclasses.field(default_factory=dict)
+    """What was measured of convolutions and the like: by class, the fewest positions first."""
+
     def seconds(self, operation: Operation) -> float:
-        """Time of the forward operation."""
+        """Time of the forward operation, by its arithmetic and its traffic."""
         rate = self.flops.get(operation.output.dtype, self.flops["float32"])
         arithmetic = 2 * operation.macs / rate
         return max(arithmetic, operation.traffic / self.bandwidth, self.start)
 
-    def gradient(self, operation: Operation) -> float:
-        """Time of its gradient."""
-        factor = self.backward.get(operation.kind, self.backward["other"])
-        return factor * self.seconds(operation)
+    def durations(self, operation: Operation, sample: Sample | None) -> tuple[Duration, Duration]:
+        """Of an operation and of its gradient; `sample` is its main equation."""
+        known = self.classes.get(sample.shape_class) if sample else None
+        if sample is None or not known:
+            factor = self.backward.get(operation.kind, self.backward["other"])
+            seconds = self.seconds(operation)
+            return self._by_rate(seconds), self._by_rate(factor * seconds)
+        counts = [t.positions for t in known]
+        return (
+            self._measured(sample, counts, [t.forward for t in known]),
+            self._measured(sample, counts, [t.gradient for t in known]),
+        )
+
+    def _by_rate(self, whole: float) -> Duration:
+        """A part of it takes as much less, but no less than it takes to start it."""
+        in_tile = max(self.tile * whole, self.start)
+        return Duration(whole, (self.start / in_tile, 1.0), (self.start, in_tile))
+
+    def _measured(
+        self, sample: Sample, counts: Sequence[int], times: Sequence[float]
+    ) -> Duration:
+        """Between what was measured, straight lines; beyond it, in proportion."""
+        positions = sample.positions()
+        shares = [n / positions for n in counts]
+        beyond = max(1.0, shares[-1]) * 2
+        line = [0.0, *shares, beyond], [min(self.start, times[0]), *times, times[-1] * beyond / shares[-1]]
+        return Duration(float(np.interp(1.0, *line)), tuple(line[0]), tuple(line[1]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         file = pathlib.Path(path)
@@ -62,7 +110,10 @@ class Costs:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Costs:
         try:
-            return cls(**json.loads(pathlib.Path(path).read_text()))
+            found = json.loads(pathlib.Path(path).read_text())
+            classes = found.pop("classes", {})
+            known = {name: tuple(Timing(*t) for t in times) for name, times in classes.items()}
+            return cls(**found, classes=known)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a table of costs ({error}): measure it anew, or delete it to use "

@@ -72,15 +72,20 @@ class Model:
         parts = outline.parts
         self.n = len(parts)
         work = kernels(outline)
-        self.starts = np.array([k is not None for k in work])
-        self.forward = np.array([costs.seconds(k) if k else 0.0 for k in work])
-        self.backward = np.array([costs.gradient(k) if k else 0.0 for k in work])
+        self.durations = {
+            i: costs.durations(k, p.sample)
+            for i, (k, p) in enumerate(zip(work, parts, strict=True))
+            if k is not None
+        }
+        whole = [[d.whole for d in self.durations.get(i, ())] or [0.0, 0.0] for i in range(self.n)]
+        self.forward, self.backward = np.array(whole).T
         self.held = np.array([p.held_bytes for p in parts], float)
         self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
         # A stored result has a cotangent; inside a stretch, only a result that is held has one.
         self.cotangent = np.array(
             [p.bytes if p.tiled and p.differentiable else 0 for p in parts], float
         )
+        self.reduces = np.array([p.reduces and not p.tiled for p in parts])
         readers = [[k for k in range(self.n) if i in parts[k].inputs] for i in range(self.n)]
         for k in outline.outputs:
             readers[k].append(self.n)
@@ -242,19 +247,21 @@ class Model:
         """Seconds per operation to compute it again, in a stretch that ends at a cut.
 
         It need not run again if nothing before the cut reads its result, and nothing is held on the
-        way to it.
+        way to it; or if it is a reduction, whose small result is kept.
         """
         unread = (self.first_reader >= cut) & (self.held <= self.bytes)
-        return np.where(unread, 0, self.forward)
+        return np.where(unread | self.reduces, 0, self.forward)
 
     def _in_tiles(self, cut: int, share: np.ndarray, tiles: Any) -> np.ndarray:
         """Seconds per operation, forwards, again and backwards, in all tiles of a stretch.
 
         `share`: of its positions, per tile; the first axis is that of operations.
         """
-        once = self.forward + self.backward + self._again(cut)
-        work, start = share.T * (self.costs.tile * once), 3 * self.costs.start * self.starts
-        return (np.maximum(work, (share.T > 0) * start).T) * tiles
+        again, seconds = self._again(cut) > 0, np.zeros_like(share)
+        for k, (forward, backward) in self.durations.items():
+            seconds[k] = (1 + again[k]) * forward.of(share[k]) + backward.of(share[k])
+        found: np.ndarray = seconds * (share > 0) * tiles
+        return found
 
     def _tiled(self, tables: Stretches) -> None:
         if not self.grids:

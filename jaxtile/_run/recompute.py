@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -22,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
-from .._regions.tile import lookup
+from .._regions.tile import known, lookup
 
 T = TypeVar("T")
 Array = jax.Array
@@ -127,17 +128,24 @@ _run.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class Whole:
-    """A region whose equations run untiled, and once more in the backward pass."""
+    """A region whose equations run untiled, and once more in the backward pass.
+
+    What its reductions give, the statistics of norms for example, is small. So it is kept, and the
+    backward pass need not read all positions for it again.
+    """
 
     def __init__(self, region: Region):
         self.region = region
+        reductions = [n for n in region.nodes if n.reduction is not None]
+        self.statistics = [v for n in reductions for v in n.outputs if not v.tiled]
 
     def forward(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
     ) -> tuple[list[Array], Any]:
         if wanted is not None and self.region.changes_value:
-            return self._vjp(inputs, globals_, wanted)[0], ()
-        return self._evaluate(inputs, globals_), ()
+            return self._vjp(inputs, globals_, wanted, {})[0], None
+        env = environment(self.region, inputs, globals_)
+        return evaluate(self.region, env), [env[v] for v in self.statistics]
 
     def backward(
         self,
@@ -151,9 +159,10 @@ class Whole:
         given = [c for c in cotangents if c is not None]
         inputs, globals_ = after((inputs, globals_), given)
         (want_inputs, want_globals) = wanted
+        statistics = {} if kept is None else dict(zip(self.statistics, kept, strict=True))
         with jax.named_scope(RECOMPUTED):
             inputs = with_passing(self.region, inputs, globals_)
-            results, pull = self._vjp(inputs, globals_, wanted)
+            results, pull = self._vjp(inputs, globals_, wanted, statistics)
         of_inputs, of_globals = pull(
             [
                 zero_cotangent(x) if c is None or c.dtype == jax.dtypes.float0 else c
@@ -166,20 +175,22 @@ class Whole:
         )
 
     def _vjp(
-        self, inputs: Arrays, globals_: Arrays, wanted: Wanted
+        self,
+        inputs: Arrays,
+        globals_: Arrays,
+        wanted: Wanted,
+        statistics: Mapping[Value, Array],
     ) -> tuple[list[Array], Pullback]:
         want_inputs, want_globals = wanted
 
-        def evaluate(some_inputs: Arrays, some_globals: Arrays) -> list[Array]:
-            return self._evaluate(
-                fill_in(inputs, want_inputs, some_inputs),
-                fill_in(globals_, want_globals, some_globals),
+        def run(some_inputs: Arrays, some_globals: Arrays) -> list[Array]:
+            inside = fill_in(inputs, want_inputs, some_inputs)
+            env = environment(
+                self.region, inside, fill_in(globals_, want_globals, some_globals)
             )
+            return evaluate(self.region, env, statistics)
 
-        return jax.vjp(evaluate, select(inputs, want_inputs), select(globals_, want_globals))
-
-    def _evaluate(self, inputs: Arrays, globals_: Arrays) -> list[Array]:
-        return evaluate(self.region, environment(self.region, inputs, globals_))
+        return jax.vjp(run, select(inputs, want_inputs), select(globals_, want_globals))
 
 
 class Again:
@@ -258,9 +269,14 @@ def _settled(arrays: Arrays) -> Arrays:
     return arrays if _barriers_are_removed() else lax.optimization_barrier(list(arrays))
 
 
-def evaluate(region: Region, env: dict[Value, Any]) -> list[Array]:
-    """The equations of a region, whole; `env` is extended by all that they compute."""
-    read = _apply(region.nodes, env)
+def evaluate(
+    region: Region, env: dict[Value, Any], statistics: Mapping[Value, Array] = MappingProxyType({})
+) -> list[Array]:
+    """The equations of a region, whole; `env` is extended by all that they compute.
+
+    `statistics`: results of reductions that are known from the first time.
+    """
+    read = _apply(region.nodes, env, statistics)
     return [
         read(t.result)
         if t.reduction is None or t.result in env
@@ -269,7 +285,11 @@ def evaluate(region: Region, env: dict[Value, Any]) -> list[Array]:
     ]
 
 
-def _apply(nodes: Iterable[Node], env: dict[Value, Any]) -> Callable[[Value], Array]:
+def _apply(
+    nodes: Iterable[Node],
+    env: dict[Value, Any],
+    statistics: Mapping[Value, Array] = MappingProxyType({}),
+) -> Callable[[Value], Array]:
     """Extend `env` by what these equations compute, whole; and how to read in it."""
 
     def read(value: Value) -> Array:
@@ -277,7 +297,9 @@ def _apply(nodes: Iterable[Node], env: dict[Value, Any]) -> Callable[[Value], Ar
 
     for node in nodes:
         if any(v not in env for v in node.outputs):
-            env.update(zip(node.outputs, node.equation.bind(*map(read, node.inputs)), strict=True))
+            results = node.equation.bind(*map(read, node.inputs))
+            for value, x in zip(node.outputs, results, strict=True):
+                env[value] = known(x, statistics[value]) if value in statistics else x
     return read
 
 

@@ -21,10 +21,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax.numpy as jnp
-
 from .._graph.build import build_storing
 from .._graph.operations import Operation, Operations, contract
+from .._graph.sample import Sample, sample_of, trained
 from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Place, Storage, Value
 from .._regions.grid import Grid, GridSpec
@@ -77,6 +76,9 @@ class Part:
     """Bytes of the arrays, its result among them, that plain JAX keeps of it for the backward
     pass: those that no fusion avoids."""
     differentiable: bool
+    """Has its result a cotangent?"""
+    sample: Sample | None = dataclasses.field(repr=False, compare=False)
+    """Its main equation, if it has one."""
     probe: Callable[[], Demands] = dataclasses.field(repr=False, compare=False)
 
     @functools.cached_property
@@ -133,6 +135,7 @@ def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
         index={v: k for k, end in enumerate(ends) for v in end.outputs},
         held=_held(graph),
         awaits=_awaits(graph, members),
+        trained=trained(graph.inputs, graph.nodes),
         probes={},
     )
     parts = tuple(
@@ -153,6 +156,7 @@ class _Facts:
     """For each result of an operation, the number of that operation."""
     held: Collection[Value]
     awaits: Mapping[Node, frozenset[int]]
+    trained: Collection[Value]
     probes: dict[Any, Demands]
     """Demands that were found already: networks repeat themselves."""
 
@@ -184,7 +188,8 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         inputs=tuple(facts.index[v] for v in reads),
         awaits=tuple(sorted(frozenset().union(*(facts.awaits[n] for n in nodes)))),
         held_bytes=sum(v.bytes for n in nodes for v in n.outputs if v in facts.held and v.tiled),
-        differentiable=jnp.issubdtype(end.outputs[0].aval.dtype, jnp.inexact),
+        differentiable=end.outputs[0] in facts.trained,
+        sample=sample_of(nodes, facts.trained),
         probe=lambda: probe.demands(facts.probes),
     )
 

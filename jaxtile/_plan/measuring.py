@@ -1,0 +1,91 @@
+"""How long operations, and whole schedules, take on this device: run and timed.
+
+Each class of operations (`_graph.sample`) is run alone, forwards and backwards, on arrays as large
+as the network's, and on some as large as a tile of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._graph.sample import Sample
+from ..policy import Outline
+from .costs import Costs, Timing
+
+_LARGEST = 2**28  # elements of an array: beyond 2**31 libraries are slow, and memory is not ours
+_TILES = 4  # along each axis, of the smaller arrays
+_LEAST = 0.02  # seconds that are measured
+
+
+def unknown(outline: Outline, costs: Costs) -> dict[str, Sample]:
+    """The largest sample of each class that a table has no times of."""
+    found: dict[str, Sample] = {}
+    for part in outline.parts:
+        sample = part.sample
+        if sample is not None and sample.shape_class not in costs.classes:
+            known = found.setdefault(sample.shape_class, sample)
+            found[sample.shape_class] = max(known, sample, key=Sample.positions)
+    return found
+
+
+def timings(samples: Mapping[str, Sample]) -> Iterator[tuple[str, tuple[Timing, ...]]]:
+    """Per class, its times: of few positions, and of many."""
+    for name, sample in samples.items():
+        factor = 1
+        while max(x.size for x in [*sample.operands(factor), *_results(sample, factor)]) > _LARGEST:
+            factor *= 2
+        factors = [n for n in (_TILES * factor, factor) if all(x.size for x in _results(sample, n))]
+        by_size = {sample.positions(n): n for n in factors}
+        yield name, tuple(_timing(sample, n) for _, n in sorted(by_size.items()))
+
+
+def _results(sample: Sample, smaller: int) -> list[jax.ShapeDtypeStruct]:
+    found: list[jax.ShapeDtypeStruct] = jax.eval_shape(
+        sample.equation.bind, *sample.operands(smaller)
+    )
+    return found
+
+
+def _timing(sample: Sample, smaller: int) -> Timing:
+    wanted = sample.differentiated
+
+    def gradients(cotangents: Any, *operands: jax.Array) -> Any:
+        def run(*some: jax.Array) -> Any:
+            given = iter(some)
+            return sample.equation.bind(
+                *(next(given) if w else x for x, w in zip(operands, wanted, strict=True))
+            )
+
+        return jax.vjp(run, *(x for x, w in zip(operands, wanted, strict=True) if w))[1](cotangents)
+
+    operands = [_filled(x) for x in sample.operands(smaller)]
+    cotangents = [_filled(x) for x in _results(sample, smaller)]
+    forward = seconds(sample.equation.bind, *operands)
+    backward = seconds(gradients, cotangents, *operands) if any(wanted) else 0.0
+    return Timing(sample.positions(smaller), forward, backward)
+
+
+def _filled(x: jax.ShapeDtypeStruct) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.ones(x.shape, x.dtype)
+    return jax.random.normal(jax.random.key(0), x.shape, x.dtype)
+
+
+def seconds(fun: Callable[..., Any], *args: Any) -> float:
+    """Of one call among many, which the device runs one after the other."""
+    compiled = jax.jit(fun).lower(*args).compile()
+    jax.block_until_ready(compiled(*args))
+    times, begin = 1, time.perf_counter()
+    while True:
+        start = time.perf_counter()
+        results = [compiled(*args) for _ in range(times)]
+        jax.block_until_ready(results[-1])
+        taken = time.perf_counter() - start
+        if taken >= _LEAST or time.perf_counter() - begin > 20 * _LEAST:
+            return taken / times
+        times = max(2 * times, int(times * _LEAST / max(taken, 1e-6)))
