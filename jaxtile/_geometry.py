@@ -18,6 +18,7 @@ border.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -63,12 +64,27 @@ class Stencil:
 class Window:
     """One interval per tile along tiled axis `axis`.
 
-    Tile `i` covers `[starts[i], starts[i] + size)`.
+    Tile `i` covers `[starts[i], starts[i] + size)`. Windows at the same positions are equal.
     """
 
     axis: int
     starts: np.ndarray
     size: int
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Window) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property
+    def _key(self) -> tuple[int, int, bytes]:
+        return self.axis, self.size, self.starts.tobytes()
+
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The first position of any tile, and the end of the last one."""
+        return int(self.starts.min()), int(self.starts.max()) + self.size
 
     @property
     def stops(self) -> np.ndarray:
@@ -124,6 +140,9 @@ def hull(demands: Sequence[Window], length: int) -> Window:
     >>> hull([Window(0, np.array([-1, 3, 7]), 6)], 12)
     Window(axis=0, starts=[0, 3, 6], size=6)
     """
+    first, last = demands[0].bounds
+    if len({*demands}) == 1 and demands[0].size > 0 and first >= 0 and last <= length:
+        return demands[0]
     starts = np.stack(np.broadcast_arrays(*(d.starts for d in demands)))
     stops = np.stack(np.broadcast_arrays(*(d.stops for d in demands)))
     lo, hi = np.maximum(starts, 0), np.minimum(stops, length)

@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 import jaxtile
+from jaxtile._regions.stages import Stage
 from jaxtile.policy import Choice
 
 from .support import assert_close, conv, parametrize_few
@@ -243,3 +244,59 @@ def test_effects_happen_once(capfd):
     assert_close(step(*args), jax.jit(jax.value_and_grad(fun))(*args))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("mean") == 2
+
+
+def traced_stages(monkeypatch, layers, kernel, policy, **options):
+    """How many stages of tiles are traced for a step of a network."""
+    args = arguments(layers, size=(1, 8, 8, 2), kernel=kernel)
+    traced = []
+    run = Stage.run
+    monkeypatch.setattr(Stage, "run", lambda self, *a: traced.append(self) or run(self, *a))
+    jax.make_jaxpr(jax.value_and_grad(tiled(policy, **options)))(*args)
+    monkeypatch.undo()
+    return len(traced)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (Results((2, 2), "k"), {}),
+        (Results((2, 2), "p"), {}),
+        (Results((2, 2), "r"), {}),
+        (jax.checkpoint_policies.nothing_saveable, {"tiles": (2, 2)}),
+    ],
+)
+def test_equal_stages_are_traced_once(monkeypatch, policy, options):
+    """However often the layers before a norm are computed again. Layers of width 1 are alike on all
+    tiles. Those of width 3 are so as soon as their windows are as large as the image: of m layers,
+    the first ones before each of the m norms.
+    """
+    few, many = (traced_stages(monkeypatch, m, 1, policy, **options) for m in (4, 6))
+    assert many == few
+    few, many, more = (traced_stages(monkeypatch, m, 3, policy, **options) for m in (4, 6, 8))
+    assert more - many <= many - few
+
+
+def test_alike_layers_that_differ():
+    """In a derivative rule, in a constant, in the array that a function closes over."""
+
+    def surrogate(slope):
+        @jax.custom_jvp
+        def act(x):
+            return jnp.maximum(x, 0)
+
+        act.defjvp(lambda x, t: (act(*x), jnp.where(x[0] > 0, t[0], slope * t[0])))
+        return act
+
+    def fun(params, x):
+        for k, (kernel, scale) in enumerate(params):
+            offset = np.asarray([0.1, 0.2]) * (k + 1)
+            x = surrogate(0.1 * (k // 2))(normed(conv(x, kernel), scale, True) + 0.25 * (k % 2))
+            x = x * (1 + offset)
+        return jnp.mean(x**3)
+
+    args = arguments(layers=4)
+    want = jax.jit(jax.value_and_grad(fun, (0, 1)))(*args)
+    for states in ("k", "p", "r"):
+        step = jax.jit(jax.value_and_grad(tiled(Results((3, 2), states), fun), (0, 1)))
+        assert_close(step(*args), want)

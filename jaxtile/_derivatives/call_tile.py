@@ -20,6 +20,7 @@ from .._geometry import Window, hull
 from .._graph.values import Graph, Value
 from .._regions.demands import plan
 from .._regions.tile import Cut, Table, TilePlan, lookup
+from .._regions.tile import evaluate as evaluate_all
 from .._rules import Axes, Equation, Windows
 
 Evaluator = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
@@ -111,7 +112,7 @@ class CallTile:
                 for v, x, cut in zip(graph.inputs, operands, reads, strict=True)
                 if not v.tiled or v in tile.windows
             }
-            tile.evaluate(env, scalars)
+            evaluate_all(tile.instructions, env, scalars)
             return [
                 jnp.asarray(lookup(env, v) if cut is None else cut(lookup(env, v), scalars))
                 for v, cut in zip(graph.outputs, crops, strict=True)

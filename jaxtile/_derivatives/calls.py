@@ -20,7 +20,7 @@ Known inefficiency: a graph that holds no derivative, an evaluation say, stores 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -29,12 +29,13 @@ import numpy as np
 
 from .._errors import Mixes, TilingError, user_line
 from .._geometry import Window, hull
+from .._graph.alike import graph_likeness
 from .._graph.build import build_inside
 from .._graph.inline import any_call
 from .._graph.trace import inside, is_gone
 from .._graph.values import Graph, Value
 from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register
-from .._rules.transposing import derivative_rule
+from .._rules.plainly import plainly
 from .call_tile import CallTile, Evaluator, along, following, refusal
 from .guard import guarded
 from .linear import is_linear
@@ -49,6 +50,9 @@ class ClosureError(TilingError):
 
 class _Call(Rule):
     is_call = True
+
+    def likeness(self, eqn: Equation) -> Hashable:
+        return tuple(map(id, eqn.params.values()))
 
     def axes(self, eqn: Equation) -> tuple[list[Axes], list[Axes]]:
         in_axes = _in_axes(eqn)
@@ -68,6 +72,14 @@ class CustomJvp(_Call):
             return "the function, or its derivative rule, reduces over a tiled axis"
         return _calls_unproved(graphs[1])
 
+    def likeness(self, eqn: Equation) -> Hashable:
+        """A rule inside a rule matters as well, and is not traced yet."""
+        graphs = [_body(eqn, eqn.in_axes), _tangents(eqn)]
+        rules = [find(n.equation.primitive) for g in graphs for n in g.nodes]
+        if eqn.inside or any(r is not None and r.is_call for r in rules):
+            return super().likeness(eqn)
+        return tuple(map(graph_likeness, graphs))
+
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         produced = _all_windows(eqn, windows)
         diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
@@ -85,20 +97,21 @@ class CustomJvp(_Call):
 
         def evaluate(scalars: Arrays, *operands: jax.Array) -> tuple[jax.Array, ...]:
             @jax.custom_jvp
-            def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            def call(scalars: Arrays, *operands: jax.Array) -> tuple[jax.Array, ...]:
                 return finish(tuple(run_body(scalars, operands)))
 
             @call.defjvp
             def call_jvp(
-                primals: Arrays, dots: Arrays
+                primals: tuple[Any, ...], dots: tuple[Any, ...]
             ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-                with derivative_rule():
-                    found = tangents()(scalars, [*primals, *(dots[i] for i in diff_in)])
-                out = call(*primals)
+                (scalars, *operands), (_, *given) = primals, dots
+                with plainly("transposed"):
+                    found = tangents()(scalars, [*operands, *(given[i] for i in diff_in)])
+                out = call(scalars, *operands)
                 no_tangent = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
                 return out, tuple(_replace(no_tangent, diff_out, found))
 
-            return call(*operands)
+            return call(list(scalars), *operands)
 
         return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=produced)
 
@@ -146,7 +159,7 @@ class CustomVjp(_Call):
 
 def _body(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
     """The function itself."""
-    return build_inside(any_call(eqn), in_axes)
+    return eqn.once((_body, tuple(in_axes)), lambda: build_inside(any_call(eqn), in_axes))
 
 
 def _in_axes(eqn: Equation) -> list[Axes]:
@@ -186,7 +199,10 @@ def _pick(eqn: Equation, primals: Sequence[T]) -> list[T]:
 
 def _tangents(eqn: Equation) -> Graph:
     """The tangents of a `custom_jvp`'s float results, from operands and their tangents."""
+    return eqn.once(_tangents, lambda: _traced_tangents(eqn))
 
+
+def _traced_tangents(eqn: Equation) -> Graph:
     def jvp(primals: Arrays, tangents: Arrays) -> list[jax.Array]:
         return jax.jvp(_differentiable(eqn, primals), _pick(eqn, primals), tangents)[1]
 

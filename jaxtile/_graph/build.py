@@ -10,7 +10,7 @@ random bits, a cast of those), otherwise computed whole, once, and read by windo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jax.extend.core.primitives import reshape_p
 from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
+from .alike import likeness
 from .inline import plain_call
 from .values import Graph, Node, Place, Value, constant, is_held
 
@@ -112,6 +113,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.stored: dict[Value, Place] = {}
         self._promoted: dict[tuple[Value, Axes], Value] = {}
+        self._kinds: dict[Hashable, Equation] = {}
 
     def walk(
         self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]
@@ -249,17 +251,16 @@ class _Builder:
         reduction: Reduction | None = None,
         runs_whole: str | None = None,
     ) -> tuple[Value, ...]:
-        node = Node(
-            dataclasses.replace(equation, out_axes=tuple(out_axes)),
-            tuple(inputs),
-            reduction=reduction,
-            runs_whole=runs_whole,
-        )
+        if equation.out_axes != tuple(out_axes):
+            equation = dataclasses.replace(equation, out_axes=tuple(out_axes))
+        node = Node(equation, tuple(inputs), reduction=reduction, runs_whole=runs_whole)
         name = equation.params.get("name") if equation.primitive.name == "name" else None
         node.outputs = tuple(
             Value(aval, tuple(axes), node=node, name=name)
             for aval, axes in zip(equation.out_avals, out_axes, strict=True)
         )
+        if node.tiled and not self.inside:
+            node.kind = self._kinds.setdefault(likeness(equation, inputs), equation)
         self.nodes.append(node)
         return node.outputs
 

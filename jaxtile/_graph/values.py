@@ -8,7 +8,8 @@ or a reduction's result. What is stored is not the graph's to know: it is a map 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from .. import _rules as rules
 from .._errors import describe
-from .._rules import Axes, Equation, Reduction, tiled
+from .._rules import Axes, Equation, Reduction, Step, Windows, tiled
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -39,7 +40,7 @@ class Value:
         source = "argument" if self.node is None else self.node.equation.primitive.name
         return f"Value({self.name or source}: {describe(self.aval, self.axes)})"
 
-    @property
+    @functools.cached_property
     def tiled(self) -> bool:
         return tiled(self.axes)
 
@@ -59,6 +60,9 @@ class Value:
         return int(np.prod(self.aval.shape, dtype=np.int64)) * itemsize
 
 
+_EXPENSIVE = ("convolution", "contraction", "max_pool", "window", "reduction")
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """One equation of the graph."""
@@ -69,6 +73,15 @@ class Node:
     reduction: Reduction | None = None
     runs_whole: str | None = None
     """Why it runs on whole arrays, although its operands are tiled."""
+    kind: Equation = dataclasses.field(init=False)
+    """The first equation of the graph that this one is like."""
+    stage: int = dataclasses.field(init=False)
+    """How many convolutions and other expensive equations are before it, at most."""
+
+    def __post_init__(self) -> None:
+        self.kind = self.equation
+        before = [v.array.node for v in self.inputs if v.tiled]
+        self.stage = max((n.stage + n.expensive for n in before if n is not None), default=0)
 
     def __repr__(self) -> str:
         return f"Node({self.equation.primitive.name}: {list(self.inputs)} -> {list(self.outputs)})"
@@ -78,10 +91,19 @@ class Node:
         return self.reduction is not None or any(v.tiled for v in self.outputs)
 
     @property
+    def expensive(self) -> bool:
+        return rules.traits(self.equation.primitive).kind in _EXPENSIVE
+
+    @property
     def rule(self) -> rules.Rule:
         found = rules.find(self.equation.primitive)
         assert found is not None
         return found
+
+    def step(self, windows: Sequence[Windows | None]) -> Step:
+        """How to produce these windows of the outputs; the same object for alike equations."""
+        key = tuple(None if w is None else tuple(w.items()) for w in windows)
+        return self.kind.once(key, lambda: self.rule.step(self.kind, windows))
 
 
 Place = Literal["device", "host", "passing", "restored"]
@@ -117,7 +139,7 @@ def constant(value: Value) -> np.ndarray | None:
     such a number.
     """
     value = value.array
-    if value.known is None and _is_constant(value):
+    if value.known is None and is_constant(value):
         value.known = jax.jit(lambda: _constant_array(value, {})).lower().compile()()
     if not value.concrete:
         return None
@@ -128,11 +150,11 @@ def constant(value: Value) -> np.ndarray | None:
     )
 
 
-def _is_constant(value: Value) -> bool:
+def is_constant(value: Value) -> bool:
     if value.known is not None:
         return value.concrete
     node = value.node
-    return node is not None and not node.tiled and all(_is_constant(v.array) for v in node.inputs)
+    return node is not None and not node.tiled and all(is_constant(v.array) for v in node.inputs)
 
 
 def _constant_array(value: Value, env: dict[Value, Any]) -> Any:

@@ -61,6 +61,10 @@ class _Walk:
     ):
         self.grid, self.table, self.reduce = grid, table, reduce
         self.demands: dict[Value, list[Windows]] = {v: [w] for v, w in wanted.items()}
+        self.views: dict[Value, list[Value]] = {}
+        """Per array, the values that are the same array with other labels, and are demanded."""
+        for value in wanted:
+            self._note_view(value)
         self.windows: dict[Value, Windows] = {}
         self.needed: set[Value] = set(wanted)
         """What is wanted, and the global values that are needed for it."""
@@ -69,9 +73,9 @@ class _Walk:
 
     def visit(self, node: Node) -> None:
         """Demand what an equation reads, if its results are needed: all their readers are known."""
-        for value in list(self.demands):
-            if value.base is not None and value.base in node.outputs:
-                self._view(value, value.base)
+        for base in node.outputs:
+            for view in self.views.get(base, ()):
+                self._view(view, base)
         if not node.tiled or (node.reduction is not None and self.reduce is None):
             if any(v in self.needed for v in node.outputs):
                 self.needed.update(v for v in node.inputs if not v.tiled)
@@ -112,7 +116,7 @@ class _Walk:
         try:
             if node.reduction is not None and self.reduce is not None:
                 return self.reduce(node, wanted[0] or {})
-            return node.rule.step(node.equation, wanted)
+            return node.step(wanted)
         except Mixes as refusal:
             raise refuse(node.equation, refusal) from None
 
@@ -131,8 +135,14 @@ class _Walk:
             if axis is not None and d not in need.windows
         }
         need = Need({**need.windows, **whole}, need.fill)
+        if value not in self.demands:
+            self._note_view(value)
         self.demands.setdefault(value, []).append(need.windows)
         return need
+
+    def _note_view(self, value: Value) -> None:
+        if value.base is not None:
+            self.views.setdefault(value.base, []).append(value)
 
     def _equation(self, node: Node, step: Step, needs: Sequence[Need | None]) -> TiledEquation:
         reads = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jax import lax
 
 from .._graph.values import Node, Value
 from .._rules import Step, Windows
-from .._rules.transposing import transposing
+from .._rules.plainly import plain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,11 @@ Slot = int | Column
 """A position in a tile: a number, or where in the table it is."""
 
 
-def at(slot: Slot, scalars: Sequence[jax.Array]) -> jax.Array | int:
+Scalars = Mapping[int, jax.Array] | Sequence[jax.Array]
+"""The positions of a tile, per column of the table."""
+
+
+def at(slot: Slot, scalars: Scalars) -> jax.Array | int:
     """The position that a slot stands for; `scalars` are this tile's row of the table."""
     return scalars[slot.index] if isinstance(slot, Column) else slot
 
@@ -88,6 +92,8 @@ class Cut:
         offsets = []
         for d, want in wanted.items():
             have = held[d]
+            if want == have:
+                continue
             # A window that misses the array altogether reads `fill` only, however far away it is.
             by = np.clip(want.starts - have.starts, -want.size, have.size)
             if (by != 0).any() or want.size != have.size:
@@ -95,7 +101,7 @@ class Cut:
                 offsets.append(Offset(d, slot, int(by.min()), int(by.max()), want.size))
         return cls(tuple(offsets), fill) if offsets else None
 
-    def __call__(self, x: jax.Array, scalars: Sequence[jax.Array]) -> jax.Array:
+    def __call__(self, x: jax.Array, scalars: Scalars) -> jax.Array:
         fill = np.asarray(0 if self.fill is None else self.fill).astype(x.dtype)
         padding = [(0, 0, 0)] * x.ndim
         for d, slot, _, _, size in self.offsets:
@@ -107,7 +113,7 @@ class Cut:
         if not moving:
             return x
         by = [scalars[o.slot.index] for o in moving if isinstance(o.slot, Column)]
-        if jnp.issubdtype(x.dtype, jnp.inexact) and not transposing():
+        if jnp.issubdtype(x.dtype, jnp.inexact) and plain() is None:
             return _shift(moving, fill.item(), x, by)
         return _read(moving, fill, x, by)
 
@@ -120,7 +126,7 @@ def _read(offsets: Sequence[Offset], fill: Any, x: jax.Array, by: Sequence[jax.A
         padding[d], starts[d], sizes[d] = (before, after, 0), start + before, size
     if any(p != (0, 0, 0) for p in padding):
         x = lax.pad(x, jnp.asarray(fill, x.dtype), padding)
-    return lax.dynamic_slice(x, starts, sizes)
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 # The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward
@@ -169,7 +175,7 @@ class TiledEquation:
     positions: Sequence[Slot]
     crops: Sequence[Cut | None]
 
-    def run(self, env: Mapping[Value, jax.Array], scalars: Sequence[jax.Array]) -> Computed:
+    def run(self, env: Mapping[Value, jax.Array], scalars: Scalars) -> Computed:
         operands = [
             _cut(lookup(env, v), read, scalars)
             for v, read in zip(self.node.inputs, self.reads, strict=True)
@@ -189,7 +195,7 @@ class PlainEquation:
 
     node: Node
 
-    def run(self, env: Mapping[Value, jax.Array], scalars: Sequence[jax.Array]) -> Computed:
+    def run(self, env: Mapping[Value, jax.Array], scalars: Scalars) -> Computed:
         operands = [lookup(env, v) for v in self.node.inputs]
         return list(zip(self.node.outputs, self.node.equation.bind(*operands), strict=True))
 
@@ -213,7 +219,7 @@ class ReadView:
     def node(self) -> Node | None:
         return self.base.node
 
-    def run(self, env: Mapping[Value, jax.Array], scalars: Sequence[jax.Array]) -> Computed:
+    def run(self, env: Mapping[Value, jax.Array], scalars: Scalars) -> Computed:
         x = _cut(lookup(env, self.base), self.read, scalars)
         for d, (start, size) in self.starts.items():
             x = lax.dynamic_slice_in_dim(x, at(start, scalars), size, d)
@@ -223,7 +229,7 @@ class ReadView:
 Instruction = TiledEquation | PlainEquation | ReadView
 
 
-def _cut(x: jax.Array, cut: Cut | None, scalars: Sequence[jax.Array]) -> jax.Array:
+def _cut(x: jax.Array, cut: Cut | None, scalars: Scalars) -> jax.Array:
     return x if cut is None else cut(x, scalars)
 
 
@@ -246,22 +252,19 @@ class TilePlan:
     instructions: list[Instruction]
     table: Table
 
-    def evaluate(
-        self,
-        env: dict[Value, jax.Array],
-        scalars: Sequence[jax.Array],
-        nodes: Collection[Node] | None = None,
-    ) -> dict[Value, jax.Array]:
-        """Extend `env` (windows of tiled inputs, whole global inputs) by all values of the tile, or
-        by what these equations compute.
 
-        What is there already is not replaced, only its derivative is that of its equation.
-        """
-        for instruction in self.instructions:
-            if nodes is None or instruction.node in nodes:
-                for value, x in instruction.run(env, scalars):
-                    env[value] = known(x, env[value]) if value in env else x
-        return env
+def evaluate(
+    instructions: Sequence[Instruction],
+    env: dict[Value, jax.Array],
+    scalars: Scalars,
+) -> None:
+    """Extend `env` (windows of tiled inputs, whole global inputs) by what instructions compute.
+
+    What is there already is not replaced, only its derivative is that of its equation.
+    """
+    for instruction in instructions:
+        for value, x in instruction.run(env, scalars):
+            env[value] = known(x, env[value]) if value in env else x
 
 
 def lookup(env: Mapping[Value, jax.Array], value: Value) -> jax.Array:

@@ -2,7 +2,7 @@
 
 Read `registry` first: what a rule is. Importing this package fills the table there. Three files
 have no rules: `convolve` and `max_pool` have gradients that are faster than JAX's, and
-`transposing` says where they must not be used. The rules of `custom_jvp` and `custom_vjp` are in
+`plainly` says where they are not used. The rules of `custom_jvp` and `custom_vjp` are in
 `jaxtile._derivatives`.
 """
 

@@ -23,26 +23,35 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.extend.core.primitives import conv_general_dilated_p, copy_p
 
-from .transposing import transposing
+from .plainly import plain
 
 Array = jax.Array
 
 
 def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any], *, in_loop: bool) -> Array:
     """`conv_general_dilated` with these parameters of the primitive."""
-    if transposing() or not (in_loop or _is_transposed(params)):
+    if plain() == "transposed" or not (in_loop or _is_transposed(params)):
         return _as_given(params, lhs, rhs)
+    if plain() == "undifferentiated":
+        return _result(in_loop, params, lhs, rhs)
     return _convolve((in_loop, *params.items()), lhs, rhs)
+
+
+def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    if not in_loop or params["dimension_numbers"] == _ordered(params, lhs.ndim):
+        return _as_given(params, lhs, rhs)
+    return lax.platform_dependent(
+        lhs,
+        rhs,
+        cpu=functools.partial(_in_order, params),
+        default=functools.partial(_as_given, params),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(call: tuple, lhs: Array, rhs: Array) -> Array:
     in_loop, *params = call
-    as_given = functools.partial(_as_given, dict(params))
-    if not in_loop:
-        return as_given(lhs, rhs)
-    in_order = functools.partial(_in_order, dict(params))
-    return lax.platform_dependent(lhs, rhs, cpu=in_order, default=as_given)
+    return _result(in_loop, dict(params), lhs, rhs)
 
 
 def _forward(call: tuple, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -68,11 +77,13 @@ def _backward(call: tuple, residuals: tuple[Array, Array], cotangent: Array) -> 
     def with_strided(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
         return of_image(lhs, rhs, cotangent), _of_strided_kernel(params, lhs, rhs, cotangent)
 
+    operands = (*residuals, cotangent)
+    traced = jax.make_jaxpr(gradients)(*operands)
+    plain = functools.partial(_evaluate, traced, _as_given)
     return lax.platform_dependent(
-        *residuals,
-        cotangent,
-        cpu=_reordered(gradients) if in_loop else gradients,
-        default=with_strided if _is_transposed(params) else gradients,
+        *operands,
+        cpu=functools.partial(_evaluate, traced, _in_order) if in_loop else plain,
+        default=with_strided if _is_transposed(params) else plain,
     )
 
 
@@ -118,12 +129,17 @@ def _of_strided_kernel(
     return lax.rev(transposed(lhs)[0], tuple(space))
 
 
+def _ordered(params: Mapping[str, Any], rank: int) -> Any:
+    """The dimension numbers of operands as (batch, space, feature) and (space, in, out)."""
+    last = (0, rank - 1, *range(1, rank - 1))
+    kernel = (rank - 1, rank - 2, *range(rank - 2))
+    return type(params["dimension_numbers"])(last, kernel, last)
+
+
 def _in_order(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     """The same convolution with operands as (batch, space, feature) and (space, in, out)."""
     dims = params["dimension_numbers"]
-    rank = lhs.ndim
-    last = (0, rank - 1, *range(1, rank - 1))
-    ordered = type(dims)(last, (rank - 1, rank - 2, *range(rank - 2)), last)
+    ordered = _ordered(params, lhs.ndim)
     batch, feature, *space = dims.lhs_spec
     out_feature, in_feature, *kernel_space = dims.rhs_spec
     lhs = lax.transpose(lhs, (batch, *space, feature))
@@ -133,27 +149,20 @@ def _in_order(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     return lax.transpose(out, tuple(np.argsort((batch, *space, feature))))
 
 
-def _reordered(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` with every convolution that it traces to replaced by one in order."""
+def _evaluate(closed: Any, convolution: Callable[..., Array], *args: Array) -> tuple[Array, ...]:
+    """What was traced, with this function for its convolutions."""
+    env = dict(zip(closed.jaxpr.invars, args, strict=True))
+    env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
-    def run(*args: Array) -> Any:
-        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        env = dict(zip(closed.jaxpr.invars, args, strict=True))
-        env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    def read(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else env[var]
 
-        def read(var: Any) -> Any:
-            return var.val if isinstance(var, Literal) else env[var]
-
-        for eqn in closed.jaxpr.eqns:
-            operands = [read(v) for v in eqn.invars]
-            if eqn.primitive is conv_general_dilated_p:
-                out = [_in_order(eqn.params, *operands)]
-            else:
-                out = eqn.primitive.bind(*operands, **eqn.params)
-                out = out if eqn.primitive.multiple_results else [out]
-            env.update(zip(eqn.outvars, out, strict=True))
-        return jax.tree.unflatten(
-            jax.tree.structure(shape), [read(v) for v in closed.jaxpr.outvars]
-        )
-
-    return run
+    for eqn in closed.jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        if eqn.primitive is conv_general_dilated_p:
+            out = [convolution(eqn.params, *operands)]
+        else:
+            out = eqn.primitive.bind(*operands, **eqn.params)
+            out = out if eqn.primitive.multiple_results else [out]
+        env.update(zip(eqn.outvars, out, strict=True))
+    return tuple(read(v) for v in closed.jaxpr.outvars)

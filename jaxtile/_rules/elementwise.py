@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Unpack
 
 from .registry import (
@@ -44,7 +45,6 @@ def _register(
 @_register("select_n", linear="cases")
 @_register("convert_element_type", kind="movement", linear="sum", free=True)
 @_register("copy", kind="movement", linear="sum", view=True, free=True)
-@_register("name", kind="movement", linear="sum", view=True)
 @_register("stop_gradient", kind="movement", view=True, free=True)
 @_register("threefry2x32", kind="random")
 class Elementwise(Rule):
@@ -70,6 +70,17 @@ class Elementwise(Rule):
             lambda scalars, *operands: eqn.bind(*operands),
             produced=[window] * len(eqn.out_avals),
         )
+
+
+@_register("name", kind="movement", linear="sum", view=True)
+class Name(Elementwise):
+    """In a tile a name means nothing: no policy sees it."""
+
+    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
+        return dataclasses.replace(super().step(eqn, windows), evaluate=lambda scalars, x: [x])
+
+    def likeness(self, eqn: Equation) -> Hashable:
+        return ()
 
 
 def _contribution(eqn: Equation, i: int) -> Axes:

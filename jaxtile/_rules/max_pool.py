@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .transposing import transposing
+from .plainly import plain
 
 Array = jax.Array
 
@@ -35,7 +35,7 @@ def pool(primitive: Any, x: Array, params: Mapping[str, Any]) -> Array:
     """`reduce_window_max` or `reduce_window_min` with these parameters of the primitive."""
     window = params["window_dimensions"]
     dilated = {*params["base_dilation"], *params["window_dilation"]} != {1}
-    if dilated or math.prod(window) > _LARGEST_WINDOW or transposing():
+    if dilated or math.prod(window) > _LARGEST_WINDOW or plain():
         return primitive.bind(x, **params)
     return _pool((primitive, *params.items()), x)
 

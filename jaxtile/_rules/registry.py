@@ -38,14 +38,16 @@ JAX versions, and several are not exported at all.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window, hull
+
+T = TypeVar("T")
 
 Axes = tuple[int | None, ...]
 """Per array dimension, the tiled axis that it carries, or None."""
@@ -63,7 +65,7 @@ Where neighbours overlap, the others are counted elsewhere. None: all of them ar
 """
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
     """One application of a primitive, as a rule sees it.
 
@@ -84,12 +86,24 @@ class Equation:
     inside: bool = False
     """Is it inside a function with a derivative rule, or inside that rule? Then it runs in a tile,
     and nothing can be stored for it."""
+    _found: dict[Hashable, Any] = dataclasses.field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What `find` returns; it is called once for each key."""
+        if key not in self._found:
+            self._found[key] = find()
+        return cast(T, self._found[key])
 
     def bind(self, *operands: jax.Array, **changed: Any) -> list[jax.Array]:
         """Apply the primitive to other operands, with some of its parameters changed."""
         rule = find(self.primitive)
         bind = _bind if rule is None else rule.bind
         return bind(self.primitive, operands, {**self.params, **changed})
+
+
+def _exact(param: Any) -> Hashable:
+    """A parameter, such that equal ones are the same: 0 is neither 0.0 nor False, nor is -0.0."""
+    return (float, param.hex()) if isinstance(param, float) else (type(param), param)
 
 
 def _bind(
@@ -172,6 +186,10 @@ class Rule(Protocol):
     def alone(self, params: Mapping[str, Any], operand: int) -> Mapping[str, Any]:
         """The parameters of an equation that has one of the operands only."""
         return params
+
+    def likeness(self, eqn: Equation) -> Hashable:
+        """What else alike equations have in common, beside types, axes and constant operands."""
+        return tuple((name, _exact(value)) for name, value in sorted(eqn.params.items()))
 
     def runs_whole(self, eqn: Equation) -> str | None:
         """Why this equation must run once, on whole arrays; None: it may run in tiles."""

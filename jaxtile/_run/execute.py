@@ -13,6 +13,7 @@ from .._graph.values import Node, Storage, Value
 from .._mesh.devices import Devices
 from .._regions.region import Group, Region
 from .._regions.regions import Schedule
+from .._regions.stages import RunStage, stage_runner
 from .._regions.tile import known, lookup
 from .grouped import Grouped
 from .loop import Loop
@@ -27,7 +28,7 @@ def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     env: dict[Value, Any] = dict(zip(schedule.graph.inputs, arrays, strict=True))
     if devices is not None:
         env = {v: devices.split(x, v.axes) for v, x in env.items()}
-    _run_steps(schedule.steps, env, schedule.stored, devices)
+    _run_steps(schedule.steps, env, schedule.stored, devices, stage_runner())
     return [_as_array(_whole(env, v, devices)) for v in schedule.graph.outputs]
 
 
@@ -36,6 +37,7 @@ def _run_steps(
     env: dict[Value, Any],
     stored: Storage,
     devices: Devices | None,
+    run_stage: RunStage,
     statistics: Mapping[Value, jax.Array] | None = None,
 ) -> None:
     """Extend `env` by what the steps compute.
@@ -52,7 +54,7 @@ def _run_steps(
             # What these equations compute is held anyway, so other such regions use it too.
             results = evaluate(step, env)
         else:
-            body = _body(step, stored)
+            body = _body(step, stored, run_stage)
             inputs = [lookup(env, v.array) for v in body.region.inputs]
             globals_ = [_whole(env, v, devices) for v in body.region.globals]
             copies = [hosted.get(v.array) for v in body.region.inputs]
@@ -71,15 +73,16 @@ def _whole(env: Mapping[Value, Any], value: Value, devices: Devices | None) -> A
     return x if devices is None else devices.join(x, array.aval.shape, array.axes)
 
 
-def _body(step: Region | Group, stored: Storage) -> Recomputed:
+def _body(step: Region | Group, stored: Storage, run_stage: RunStage) -> Recomputed:
     if step.again is not None:
         first = dataclasses.replace(step, again=None)
-        return Again(_body(first, stored), _body(step.again, stored))
+        return Again(_body(first, stored, run_stage), _body(step.again, stored, run_stage))
     if isinstance(step, Group):
-        return Grouped(step, functools.partial(_run_steps, stored=stored, devices=None))
+        run = functools.partial(_run_steps, stored=stored, devices=None, run_stage=run_stage)
+        return Grouped(step, run)
     if step.devices is not None:
-        return Sharded(step)
-    return Loop(step) if step.tiled else Whole(step)
+        return Sharded(step, run_stage)
+    return Loop(step, run_stage) if step.tiled else Whole(step)
 
 
 def _as_array(x: Any) -> jax.Array:

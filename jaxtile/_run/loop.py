@@ -17,6 +17,7 @@ Known inefficiency: the backward loop holds the residuals of a whole tile, not o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from jax import lax
 from .._geometry import owned
 from .._graph.values import Value
 from .._regions.region import Region
+from .._regions.stages import Program, RunStage, stage_runner
 from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
@@ -84,7 +86,10 @@ class Layout:
 class Loop:
     """The function of a region: inputs and globals to results, tile by tile, and its derivative."""
 
-    def __init__(self, region: Region, layout: Layout | None = None):
+    def __init__(
+        self, region: Region, run_stage: RunStage | None = None, layout: Layout | None = None
+    ):
+        """`run_stage`: shared by all regions that are traced together."""
         assert region.plan is not None
         self.region, self.plan, self.layout = region, region.plan, layout or Layout()
         table = self.plan.table
@@ -98,6 +103,12 @@ class Loop:
             for t in region.targets
         ]
         self.rows = table.rows(region.split)
+        program = functools.partial(Program, self.plan, run_stage or stage_runner())
+        passing = {*select(region.inputs, region.passing)}
+        there = {*region.inputs, *region.globals}
+        own = {*region.nodes} if region.before else None
+        self.before = program(there - passing, passing, {*region.before}, differentiated=False)
+        self.program = program(there, {*self.tiles}, own)
 
     def _slots(self, value: Value, windows: Windows) -> Slots:
         """Per dimension, the start of each tile's window and its size."""
@@ -246,7 +257,7 @@ class Loop:
         windows = self._windows(inputs, row)
         if self.region.before:
             env = environment(self.region, windows, globals_)
-            self.plan.evaluate(env, row, self.region.before)
+            self.before.run(env, row)
             windows = [env[v] for v in self.region.inputs]
 
         def evaluate(some_windows: Arrays, some_globals: Arrays) -> list[list[Array]]:
@@ -307,7 +318,10 @@ class Loop:
         (sums, totals), (from_windows, from_globals) = carry, pulled
         slots = select(self.input_slots, wanted[0])
         sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]
-        totals = [t + g.astype(t.dtype) for t, g in zip(totals, from_globals, strict=True)]
+        totals = [
+            lax.add(t, lax.convert_element_type(g, t.dtype))
+            for t, g in zip(totals, from_globals, strict=True)
+        ]
         return sums, totals
 
     def _sum_dtype(self, value: Value, slots: Slots, tiles: int) -> Any:
@@ -325,7 +339,7 @@ class Loop:
     def _evaluate(self, windows: Arrays, globals_: Arrays, row: Row) -> list[list[Array]]:
         """The operands of each target, in one tile."""
         env = environment(self.region, windows, globals_)
-        self.plan.evaluate(env, row, self.region.nodes if self.region.before else None)
+        self.program.run(env, row)
         cut = {
             v: lookup(env, v) if c is None else c(lookup(env, v), row) for v, c in self.cuts.items()
         }
@@ -371,12 +385,15 @@ def window(x: Array, slots: Slots, row: Row) -> Array:
     """The window of this tile."""
     if _whole(x, slots):
         return x
-    return lax.dynamic_slice(x, _starts(slots, row), [size for _, size in slots])
+    sizes = [size for _, size in slots]
+    return lax.dynamic_slice(x, _starts(slots, row), sizes, allow_negative_indices=False)
 
 
 def _write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     tile = tile.astype(x.dtype)
-    return tile if _whole(x, slots) else lax.dynamic_update_slice(x, tile, _starts(slots, row))
+    if _whole(x, slots):
+        return tile
+    return lax.dynamic_update_slice(x, tile, _starts(slots, row), allow_negative_indices=False)
 
 
 def _add(x: Array, tile: Array, slots: Slots, row: Row) -> Array:

@@ -185,9 +185,7 @@ class Whole:
 
         def run(some_inputs: Arrays, some_globals: Arrays) -> list[Array]:
             inside = fill_in(inputs, want_inputs, some_inputs)
-            env = environment(
-                self.region, inside, fill_in(globals_, want_globals, some_globals)
-            )
+            env = environment(self.region, inside, fill_in(globals_, want_globals, some_globals))
             return evaluate(self.region, env, statistics)
 
         return jax.vjp(run, select(inputs, want_inputs), select(globals_, want_globals))
@@ -350,7 +348,7 @@ def zeros_after(*groups: Sequence[Array]) -> Callable[..., Array]:
     zero = _zero_of(*groups)
     if zero is None:
         return jnp.zeros
-    return lambda shape, dtype: jnp.broadcast_to(zero.astype(dtype), shape)
+    return lambda shape, dtype: lax.broadcast(zero.astype(dtype), shape)
 
 
 def to_host(x: Array) -> Array:

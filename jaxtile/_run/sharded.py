@@ -28,6 +28,7 @@ from .._graph.values import Value
 from .._mesh.collectives import first_only, merged
 from .._mesh.halos import Exchange
 from .._regions.region import Region
+from .._regions.stages import RunStage
 from .._regions.targets import Target
 from .loop import Layout, Loop, Sums, reducer
 from .recompute import (
@@ -46,11 +47,11 @@ from .recompute import (
 class Sharded:
     """A region whose inputs and results are arrays of blocks, or whole where nothing is tiled."""
 
-    def __init__(self, region: Region):
+    def __init__(self, region: Region, run_stage: RunStage | None = None):
         assert region.devices is not None
         self.region, self.devices = region, region.devices
         self.blocks = _Blocks(region)
-        self.loop = Loop(region, self.blocks)
+        self.loop = Loop(region, run_stage, self.blocks)
         self.names = self.blocks.names(region.split)
         """The mesh axes that the work is distributed over."""
         self.in_specs = [self.devices.spec(v.array.axes) for v in region.inputs]

@@ -1,0 +1,170 @@
+"""The instructions of a tile, in stages. Equal stages are traced once.
+
+A stage is a convolution, or another expensive equation, and what lies between the one before it and
+itself. Regions that compute the same values again run the same stages, and networks repeat
+themselves. So many stages are equal: their equations are alike, and on the same windows. JAX
+traces, differentiates and lowers one of them; a compiler inlines them all.
+
+Known inefficiency: a region still has as many calls as it has stages, and windows that grow with
+the distance to the result, until they are as large as the array, make stages that are not equal.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import nullcontext
+
+import jax
+
+from .._graph.values import Node, Value
+from .._rules.plainly import plainly
+from .tile import Column, Cut, Instruction, Scalars, Slot, TiledEquation, TilePlan, evaluate, lookup
+
+Arrays = Sequence[jax.Array]
+RunStage = Callable[["Stage", Arrays, Arrays], list[jax.Array]]
+
+
+def stage_runner() -> RunStage:
+    """A function that runs stages, and traces equal ones once."""
+
+    def tile(stage: Stage, arrays: Arrays, scalars: Arrays) -> list[jax.Array]:
+        return stage.run(arrays, scalars)
+
+    return jax.jit(tile, static_argnums=0)
+
+
+class Stage:
+    """A function of the arrays of its `inputs` and the positions in its `columns`.
+
+    Stages are equal if they are the same function: the same steps of alike equations, connected in
+    the same way.
+    """
+
+    def __init__(
+        self,
+        instructions: Sequence[TiledEquation],
+        there: Collection[Value],
+        wanted: Collection[Value],
+        differentiated: bool,
+    ):
+        """`there`: what a tile has before its first stage; `wanted`: what other stages read."""
+        self.instructions, self.differentiated = instructions, differentiated
+        made = dict.fromkeys(v for i in instructions for v in i.node.outputs)
+        operands = [v for i in instructions for v in i.node.inputs]
+        read = dict.fromkeys(v for v in operands if v.tiled or not v.array.concrete)
+        known = [v for v in made if v in there]
+        self.inputs = [*(v for v in read if v not in made), *known]
+        self.outputs = [v for v in made if v in wanted]
+        slots = [slot for i in instructions for slot in _slots(i)]
+        self.columns = list(dict.fromkeys(s.index for s in slots if isinstance(s, Column)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stage) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def run(self, arrays: Arrays, scalars: Arrays) -> list[jax.Array]:
+        env = dict(zip(self.inputs, arrays, strict=True))
+        row = dict(zip(self.columns, scalars, strict=True))
+        with nullcontext() if self.differentiated else plainly("undifferentiated"):
+            evaluate(self.instructions, env, row)
+        return [env[v] for v in self.outputs]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self._key)
+
+    @functools.cached_property
+    def _key(self) -> Hashable:
+        """The instructions, with values and columns numbered."""
+        made = (v for i in self.instructions for v in i.node.outputs)
+        numbers: dict[Value, int] = {}
+        for value in itertools.chain(self.inputs, made):
+            numbers.setdefault(value, len(numbers))
+        columns = {index: k for k, index in enumerate(self.columns)}
+
+        def column(slot: Slot) -> Hashable:
+            return (columns[slot.index],) if isinstance(slot, Column) else slot
+
+        def cut(read: Cut | None) -> Hashable:
+            """What it fills in follows from the step."""
+            return read and tuple((o._replace(slot=0), column(o.slot)) for o in read.offsets)
+
+        return (
+            self.differentiated,
+            tuple(numbers[v] for v in self.inputs),
+            tuple(numbers[v] for v in self.outputs),
+            tuple(
+                (
+                    i.node.kind,
+                    id(i.step),
+                    tuple(numbers.get(v) for v in i.node.inputs),
+                    tuple(map(cut, i.reads)),
+                    tuple(map(column, i.positions)),
+                    tuple(map(cut, i.crops)),
+                )
+                for i in self.instructions
+            ),
+        )
+
+
+def _slots(instruction: TiledEquation) -> Iterator[Slot]:
+    for cut in (*instruction.reads, *instruction.crops):
+        yield from () if cut is None else (o.slot for o in cut.offsets)
+    yield from instruction.positions
+
+
+class Program:
+    """What a tile computes, or the part of it that some equations compute, stage by stage."""
+
+    def __init__(
+        self,
+        plan: TilePlan,
+        run: RunStage,
+        there: Collection[Value],
+        wanted: Collection[Value],
+        nodes: Collection[Node] | None = None,
+        differentiated: bool = True,
+    ):
+        """`there`: what a tile has before; `wanted`: what is to be there at the end."""
+        chosen = [i for i in plan.instructions if nodes is None or i.node in nodes]
+        self.run_stage = run
+        self.steps = _stages(chosen, there, wanted, differentiated)
+
+    def run(self, env: dict[Value, jax.Array], row: Scalars) -> dict[Value, jax.Array]:
+        """Extend `env` (windows of tiled inputs, whole global inputs) by what is wanted."""
+        # JAX sets the mesh, even if there is none, while it transposes, and would trace all again.
+        with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
+            for step in self.steps:
+                self._run(step, env, row)
+        return env
+
+    def _run(self, step: Stage | Instruction, env: dict[Value, jax.Array], row: Scalars) -> None:
+        if not isinstance(step, Stage):
+            return evaluate([step], env, row)
+        arrays = [lookup(env, v) for v in step.inputs]
+        results = self.run_stage(step, arrays, [row[k] for k in step.columns])
+        env.update(zip(step.outputs, results, strict=True))
+
+
+def _stages(
+    instructions: Sequence[Instruction],
+    there: Collection[Value],
+    wanted: Collection[Value],
+    differentiated: bool,
+) -> Sequence[Stage | Instruction]:
+    """The same instructions, in stages, if all of them are equations on windows."""
+    equations = [i for i in instructions if isinstance(i, TiledEquation)]
+    if len(equations) < len(instructions) or any(i.node.reduction for i in equations):
+        return instructions
+    runs: dict[int, list[TiledEquation]] = {}
+    for instruction in equations:
+        runs.setdefault(instruction.node.stage, []).append(instruction)
+    found, wanted = [], {*wanted}
+    for _, run in sorted(runs.items(), reverse=True):
+        found.append(Stage(run, there, wanted, differentiated))
+        wanted.update(found[-1].inputs)
+    return found[::-1]
