@@ -2,8 +2,8 @@
 
 A stage is a convolution, or another expensive equation, and what lies between the one before it and
 itself. Regions that compute the same values again run the same stages, and networks repeat
-themselves. So many stages are equal: their equations are alike, and on the same windows. JAX
-traces, differentiates and lowers one of them; a compiler inlines them all.
+themselves. So many stages are equal: their equations are alike, and on the same windows. JAX traces
+one of them. Of those that are not differentiated it also lowers one, which a compiler inlines.
 
 Known inefficiency: a region still has as many calls as it has stages, and windows that grow with
 the distance to the result, until they are as large as the array, make stages that are not equal.
@@ -32,7 +32,10 @@ def stage_runner() -> RunStage:
     def tile(stage: Stage, arrays: Arrays, scalars: Arrays) -> list[jax.Array]:
         return stage.run(arrays, scalars)
 
-    return jax.jit(tile, static_argnums=0)
+    called = jax.jit(tile, static_argnums=0)
+    # The derivative of a call is two calls, and between these XLA held more, by a tenth.
+    inlined = jax.jit(tile, static_argnums=0, inline=True)
+    return lambda stage, *args: (inlined if stage.differentiated else called)(stage, *args)
 
 
 class Stage:
