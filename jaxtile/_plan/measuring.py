@@ -83,8 +83,9 @@ def seconds(fun: Callable[..., Any], *args: Any) -> float:
     times, begin = 1, time.perf_counter()
     while True:
         start = time.perf_counter()
-        results = [compiled(*args) for _ in range(times)]
-        jax.block_until_ready(results[-1])
+        for _ in range(times):
+            results = compiled(*args)  # the last ones are freed
+        jax.block_until_ready(results)
         taken = time.perf_counter() - start
         if taken >= _LEAST or time.perf_counter() - begin > 20 * _LEAST:
             return taken / times
