@@ -30,7 +30,7 @@ from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
 from ..policy import Choice, GridSpec, Outline, names, resolve
-from .assignment import KEPT, PASSING, RESTORED, Assignments
+from .assignment import INSIDE, KEPT, PASSING, RESTORED, Assignment, Assignments, Mode
 from .costs import Costs, has_host_memory
 from .descent import Descent, Found
 from .model import Model, Stretches
@@ -207,9 +207,11 @@ class Search:
         """The fastest schedule whose peak by the model is at most so many bytes."""
         solution = fastest(self.tables, allowed) if allowed > 0 else None
         found = [c for c in self.others if c.peak <= allowed]
+        begun = []
         if solution is not None:
             found.insert(0, _solved(self.model, self.tables, solution))
-        if (assigned := self.descent.fastest(allowed)) is not None:
+            begun.append(_as_assignment(self.model, self.tables, solution))
+        if (assigned := self.descent.fastest(allowed, begun)) is not None:
             found.append(_assigned(self.descent, assigned))
         return min(found, key=lambda c: c.seconds, default=None)
 
@@ -271,6 +273,17 @@ def _solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
         )
     rest = Choice(stages[-1].grid)
     return Candidate(_merged(stages), rest, "solver", solution.seconds, solution.peak)
+
+
+def _as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assignment:
+    """What is live at a cut is kept, everything else is inside its stretch."""
+    states, modes = [INSIDE] * model.n, []
+    for mode, a, b in solution.stages:
+        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
+        modes += [Mode(grid, tiled_forward=isinstance(grid, tuple))] * (j - i)
+        for k in model.live(j).nonzero()[0]:
+            states[k] = KEPT
+    return Assignment(tuple(states), tuple(modes))
 
 
 def _assigned(descent: Descent, found: Found) -> Candidate:
