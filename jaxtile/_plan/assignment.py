@@ -183,7 +183,8 @@ class Assignments:
         for k in self.parts:
             for i in self.inputs[k]:
                 last[i] = max(last[i], k)
-        found, reach = {}, -1
+        found: dict[int, int] = {}
+        reach = -1
         for at, k in enumerate(self.parts):
             if self.tiled[k] and self.held[k] > 0 and reach <= k < last[k]:
                 later = [n for n in range(at + 1, len(self.parts)) if self.tiled[self.parts[n]]]
