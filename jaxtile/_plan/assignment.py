@@ -188,7 +188,8 @@ class Assignments:
         for at, k in enumerate(self.parts):
             if self.tiled[k] and self.held[k] > 0 and reach <= k < last[k]:
                 later = [n for n in range(at + 1, len(self.parts)) if self.tiled[self.parts[n]]]
-                found |= {k: n for n in later[:1]}
+                if later:
+                    found[k] = later[0]
             reach = max(reach, last[k])
         return found
 
@@ -220,7 +221,8 @@ class Assignments:
             if states[k] == KEPT:
                 yield joint, self.parts[start:after]
                 joint, start = k, after
-        yield joint, self.parts[start:]
+        if self.parts[start:]:
+            yield joint, self.parts[start:]
 
     def _segment(self, joint: int | None, own: list[int], given: Assignment) -> Segment:
         states = list(given.states)
@@ -324,9 +326,7 @@ class Assignments:
         if passing and region.mode.grid is not None:
             region.before = self._reach(passing, kept)[0]
 
-    def _reach(
-        self, ends: Sequence[int], whole: int, inside: int = 0
-    ) -> Reach:
+    def _reach(self, ends: Sequence[int], whole: int, inside: int = 0) -> Reach:
         """The operations that compute these results, and the whole arrays that they read.
 
         `whole`, `inside`: sets of operations, as bits of a number: which results are whole arrays,

@@ -93,20 +93,23 @@ class Costs:
         in_tile = max(self.tile * whole, self.start)
         return Duration(whole, (self.start / in_tile, 1.0), (self.start, in_tile))
 
-    def _measured(
-        self, sample: Sample, counts: Sequence[int], times: Sequence[float]
-    ) -> Duration:
+    def _measured(self, sample: Sample, counts: Sequence[int], times: Sequence[float]) -> Duration:
         """Between what was measured, straight lines; beyond it, in proportion."""
         positions = sample.positions()
         shares = [n / positions for n in counts]
         beyond = max(1.0, shares[-1]) * 2
-        line = [0.0, *shares, beyond], [min(self.start, times[0]), *times, times[-1] * beyond / shares[-1]]
+        line = (
+            [0.0, *shares, beyond],
+            [min(self.start, times[0]), *times, times[-1] * beyond / shares[-1]],
+        )
         return Duration(float(np.interp(1.0, *line)), tuple(line[0]), tuple(line[1]))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         file = pathlib.Path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        unfinished.replace(file)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Costs:

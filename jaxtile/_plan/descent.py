@@ -34,7 +34,8 @@ Move = tuple[list[int], bool]
 _STEP = 0.9  # of the peak: how far the allowance falls at a time
 _BEYOND = 0.5  # of the allowance: walks go beyond it, and come back with improvements
 _IMPROVED = 3  # assignments that are improved further for one allowance
-_SHAKEN = 6000  # assignments that are looked at, to improve the best one
+_SHAKES = 20  # of each assignment that is improved, and of the best one
+_LOOKS = 1000  # assignments that are looked at meanwhile
 _NEAR = 8  # one part of the network in so many is shaken at a time
 
 
@@ -106,8 +107,8 @@ class Descent:
         found = sorted(begun, key=lambda f: f.seconds)[:_IMPROVED]
         for single in (True, False, True):
             found = [self._improved(f, allowed, single) for f in found]
-        found = [self._shaken(f, allowed, _SHAKEN // (2 * _IMPROVED)) for f in found]
-        best = self._shaken(min(found, key=lambda f: f.seconds), allowed, _SHAKEN // 2)
+        found = [self._shaken(f, allowed, times=1) for f in found]
+        best = self._shaken(min(found, key=lambda f: f.seconds), allowed, times=_IMPROVED)
         self._answers = [best, *self._answers][:_IMPROVED]
         return best
 
@@ -125,11 +126,11 @@ class Descent:
                     best = found
         return best
 
-    def _shaken(self, best: Found, allowed: float, looks: int) -> Found:
+    def _shaken(self, best: Found, allowed: float, times: int) -> Found:
         """A better assignment, by moves at random and what follows from them."""
-        rng, enough = random.Random(0), len(self._seen) + looks
+        rng, enough = random.Random(0), len(self._seen) + times * _LOOKS
         moves = [m for single in (True, False) for m in self._decisions(single)]
-        for _ in range(looks):
+        for _ in range(times * _SHAKES):
             if len(self._seen) >= enough:
                 break
             middle, around = rng.randrange(self.costs.n), self.costs.n // _NEAR
@@ -143,9 +144,7 @@ class Descent:
                 best = found
         return best
 
-    def _settled(
-        self, here: Found, moves: Sequence[Move], allowed: float, limit: float
-    ) -> Found:
+    def _settled(self, here: Found, moves: Sequence[Move], allowed: float, limit: float) -> Found:
         """Take every move that brings it nearer to fitting within a limit of time, or, once it
         fits, is faster.
         """

@@ -185,9 +185,7 @@ class Whole:
 
         def run(some_inputs: Arrays, some_globals: Arrays) -> list[Array]:
             inside = fill_in(inputs, want_inputs, some_inputs)
-            env = environment(
-                self.region, inside, fill_in(globals_, want_globals, some_globals)
-            )
+            env = environment(self.region, inside, fill_in(globals_, want_globals, some_globals))
             return evaluate(self.region, env, statistics)
 
         return jax.vjp(run, select(inputs, want_inputs), select(globals_, want_globals))
