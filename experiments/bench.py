@@ -44,9 +44,11 @@ _ON_GPU = (
     *("vgg16,4096,bfloat16", "resnet50,4096,bfloat16", "unet,572,float32,8"),
     *("haiku_resnet50,2048,bfloat16", "convnext,2048,bfloat16"),
 )
+# No ConvNeXt: XLA takes seconds and 231 MB on a CPU for the kernel's gradient of one depthwise
+# convolution of 768 channels, at 8 x 8 pixels.
 _ON_CPU = (
     *("vgg16,128,float32", "resnet50,128,float32", "unet,188,float32,1"),
-    *("haiku_resnet50,128,float32", "convnext,128,float32"),
+    "haiku_resnet50,128,float32",
 )
 _FRACTIONS = (0.5, 0.25, 0.125)
 
