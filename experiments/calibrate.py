@@ -3,9 +3,9 @@
     python -m experiments.calibrate            # a few minutes; writes where the planner looks
 
 The table (`policies.Costs`) has the times of the kinds of operations that some models have, by
-number of positions. For all others it has: the rate of convolutions by type, the bandwidth of memory and to
-the host, the time to start an operation and an iteration of a loop, how much slower an operation is
-in a tile, and how much longer gradients take than operations.
+number of positions. For all others it has: the rate of convolutions by type, the bandwidth of
+memory and to the host, the time to start an operation and an iteration of a loop, how much slower
+an operation is in a tile, and how much longer gradients take than operations.
 """
 
 from __future__ import annotations
