@@ -2,15 +2,18 @@
 
     python -m experiments.calibrate            # a few minutes; writes where the planner looks
 
-The table (`policies.Costs`) has: the rate of convolutions by type, the bandwidth of memory and to
-the host, the time to start an operation and an iteration of a loop, how much slower an operation is
-in a tile, and how much longer gradients take than operations.
+The table (`policies.Costs`) has the times of the kinds of operations that some models have, by
+number of positions. For all others it has: the rate of convolutions by type, the bandwidth of
+memory and to the host, the time to start an operation and an iteration of a loop, how much slower
+an operation is in a tile, and how much longer gradients take than operations.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,13 +22,18 @@ from absl import flags
 
 import jaxtile
 from jaxtile._plan.costs import has_host_memory, measured_path
+from jaxtile._plan.measuring import timings, unknown
 from policies import Costs
 
 from .measuring.measure import measure
+from .measuring.problems import problem, shape_of
 from .program.command import start
 
 _OUTPUT = flags.DEFINE_string("output", None, "where to write; default: where the planner looks")
 _SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 2048, on a CPU 64")
+_MODELS = flags.DEFINE_list(
+    "models", None, "models whose operations are timed; default vgg16,unet,resnet50, on a CPU none"
+)
 _REPEATS = flags.DEFINE_integer("repeats", 5, "runs of each measurement; the median counts")
 
 Layer = Callable[[jax.Array, jax.Array], jax.Array]
@@ -38,7 +46,10 @@ _CHANNELS = 128
 def main(argv: list[str]) -> None:
     del argv
     found = calibrate(_SIZE.value or (64 if jax.default_backend() == "cpu" else 2048))
-    path = _OUTPUT.value or measured_path()
+    path = pathlib.Path(_OUTPUT.value or measured_path())
+    if path.exists():
+        found = dataclasses.replace(found, classes=Costs.load(path).classes)
+    found = with_operations(found, _MODELS.value)
     found.save(path)
     print(f"| {found.device} | |\n|---|---|")
     for dtype, rate in found.flops.items():
@@ -51,7 +62,22 @@ def main(argv: list[str]) -> None:
     print(f"| operation in a tile | {found.tile:.3g}x |")
     for kind, factor in found.backward.items():
         print(f"| gradient of {kind} | {factor:.3g}x |")
+    print(f"| kinds of operations | {len(found.classes)} |")
     print(f"\nwritten to {path}")
+
+
+def with_operations(costs: Costs, names: Sequence[str] | None) -> Costs:
+    """The table, and the times of these models' operations that it does not have."""
+    if names is None:
+        names = () if jax.default_backend() == "cpu" else ("vgg16", "unet", "resnet50")
+    classes = dict(costs.classes)
+    for name in names:
+        dtype = jnp.float32 if name == "unet" else jnp.bfloat16
+        found = problem(name, shape_of(name), dtype, abstract=True)
+        view = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
+        known = dataclasses.replace(costs, classes=classes)
+        classes.update(timings(unknown(view, known)))
+    return dataclasses.replace(costs, classes=classes)
 
 
 def calibrate(size: int) -> Costs:

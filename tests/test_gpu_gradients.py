@@ -70,3 +70,35 @@ def test_gradient_of_a_transposed_convolution(kernel, dilation, padding):
     cotangent = jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)
     found = convolve._of_strided_kernel(params, x, w, cotangent)
     assert jnp.abs(found - pull(cotangent)[0]).max() < 1e-11
+
+
+@parametrize_few("stride", [1, 2, 3], always=6)
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("padding", [(0, 0), (1, 1), (-1, 2), (3, -1)])
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_gradient_of_a_depthwise_convolution(stride, dilation, padding, multiplier):
+    x, w = normal(0, 2, 19, 8, 3), normal(1, 3, 2, 1, 3 * multiplier)
+
+    def conv(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (stride, 1),
+            (padding, (1, 1)),
+            rhs_dilation=(dilation, 1),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=3,
+        )
+
+    _, params = params_of(conv, x, w)
+    assert convolve._is_depthwise(params, w)
+
+    @jax.jit
+    def both(x, w):
+        y, pull = jax.vjp(lambda w: conv(x, w), w)
+        cotangent = jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)
+        return pull(cotangent)[0], convolve._of_depthwise_kernel(params, x, w, cotangent)
+
+    expected, found = both(x, w)
+    assert jnp.abs(expected).max() > 0
+    assert jnp.abs(found - expected).max() < 1e-12

@@ -18,7 +18,7 @@ import jaxtile
 import jaxtile.nn
 import policies
 from experiments.measuring.problems import problem, shape_of
-from jaxtile._plan.costs import BUILT_IN, built_in_for_another
+from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import _named, portfolio
@@ -529,10 +529,11 @@ def test_what_is_part_of_another_kernel_takes_no_time():
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, 3, 4, 4), (1, 256, 256, 4)))
     model = Model(jaxtile.policy.outline(fun, w, x, in_axes=AXES), BUILT_IN["gpu"])
-    kernels = {p.name for p, own in zip(model.outline.parts, model.starts, strict=True) if own}
+    kernels = {model.outline.parts[k].name for k in model.durations}
     kinds = {p.name: p.operation.kind for p in model.outline.parts}
     assert sorted(kinds[name] for name in kernels) == [*("convolution", "reduction", "reduction")]
-    assert (model.forward[~model.starts] == 0).all()
+    others = [k for k in range(model.n) if k not in model.durations]
+    assert (model.forward[others] == 0).all()
     # The norm is part of the sum, which reads what the change of type reads: half as many bytes.
     table = BUILT_IN["gpu"]
     least = 2 * x.size / table.bandwidth
@@ -599,3 +600,58 @@ def test_a_plan_for_a_gpu_that_is_not_there():
     found = plan(budget="400kB", device="NVIDIA H200")
     assert found.measured_bytes <= 400_000
     assert found.device.startswith("NVIDIA H200")
+
+
+def test_measured(tmp_path, monkeypatch):
+    """The kinds of operations are timed once, and kept; and steps of schedules that fit are run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAXTILE_COSTS", raising=False)
+
+    def loss(kernel, image):
+        for _ in range(3):
+            image = jnp.tanh(jax.lax.conv(image, kernel, (1, 1), "SAME"))
+        return jnp.mean(image**2)
+
+    args = jnp.ones((4, 4, 3, 3)), jnp.ones((1, 4, 48, 48))
+    axes, lines = (None, (2, 3)), []
+    options = {"in_axes": axes, "budget": "300kB", "measure": True, "progress": lines.append}
+    found = jaxtile.plan(loss, *args, **options)
+    assert found.measured_bytes <= 300_000
+    assert found.measured_seconds > 0
+    assert jaxtile.policy.outline(loss, *args, in_axes=axes).fingerprint == found.fingerprint
+    # Two classes: of the first convolution only the kernel has a gradient.
+    table = policies.costs()
+    assert len(table.classes) == 2
+    for few, many in table.classes.values():
+        assert few.positions == 12 * 12
+        assert many.positions == 48 * 48
+    assert any("timing 2 kinds" in line for line in lines)
+    lines.clear()
+    again = jaxtile.plan(loss, *args, **options)
+    assert not any("timing" in line for line in lines)
+    assert again.device == found.device
+    assert policies.Plan.from_json(found.as_json()) == found
+
+
+def test_nothing_is_measured_on_a_device_that_is_not_here():
+    with pytest.raises(ValueError, match="not here"):
+        jaxtile.plan(jnp.sum, jnp.ones((4, 4)), in_axes=0, budget=1, device="GPU", measure=True)
+
+
+def test_measured_times_are_used():
+    """Between what was measured there are straight lines, and beyond it time is in proportion."""
+    outline = jaxtile.policy.outline(
+        lambda w, x: jax.lax.conv(x, w, (1, 1), "SAME").sum(),
+        jnp.ones((4, 4, 3, 3)),
+        jnp.ones((1, 4, 64, 64)),
+        in_axes=(None, (2, 3)),
+    )
+    (part,) = (p for p in outline.parts if p.sample is not None)
+    times = (Timing(256, 2e-3, 3e-3), Timing(1024, 5e-3, 9e-3))
+    table = dataclasses.replace(BUILT_IN["cpu"], classes={part.sample.shape_class: times})
+    forward, gradient = table.durations(part.operation, part.sample)
+    assert forward.whole == pytest.approx(4 * 5e-3)
+    assert gradient.whole == pytest.approx(4 * 9e-3)
+    assert forward.of(1 / 4) == pytest.approx(5e-3)
+    assert forward.of(640 / 4096) == pytest.approx(3.5e-3)
+    assert forward.of(0) == table.start

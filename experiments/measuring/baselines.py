@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxtile
 
 from .problems import Problem
+from .third_party import BLOCK, NETWORKS, with_named_blocks
 
 PLAIN = "plain"
 SHARDED = ("xla_sharding", "mesh")
@@ -30,8 +31,9 @@ BLOCKS = {
     "resnet50": ("maxpool", *(f"layer{i}.{k}.bias_relu" for i, k in _RESNET_BLOCKS)),
     "alexnet": ("pool1", "pool2"),
     "local_cnn": ("L0.filterNL",),
+    **dict.fromkeys(NETWORKS, (BLOCK,)),
 }
-"""Values at the ends of a model's blocks."""
+"""Values at the ends of a model's blocks, or at their starts, in networks of other libraries."""
 IN_TORCH = ("vgg16", "resnet50", "unet")
 """Models that `torch_models.py` has too."""
 
@@ -40,7 +42,11 @@ def applied(name: str, model: str, problem: Problem) -> tuple[Callable[..., Any]
     """The loss under a baseline, and the arguments, placed on the devices."""
     if name == "jax_blocks":
         policy = jax.checkpoint_policies.save_only_these_names(*BLOCKS[model])
-        return jax.checkpoint(problem.loss, policy=policy), problem.arguments
+        loss = problem.loss
+        if model in NETWORKS:
+            network = NETWORKS[model](problem.arguments[2].dtype)
+            loss = with_named_blocks(network, loss)
+        return jax.checkpoint(loss, policy=policy), problem.arguments
     if name == "jax_whole":
         return jax.checkpoint(problem.loss), problem.arguments
     if name not in SHARDED:

@@ -7,11 +7,10 @@ import functools
 
 import jax.numpy as jnp
 
-import models
 import policies
 
 from . import baselines
-from .problems import problem, shape_of
+from .problems import REFERENCES, problem, shape_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +43,8 @@ class Cell:
 
 def check(cell: Cell) -> None:
     """Raise a `ValueError` that names the field, if the cell cannot be meant. Nothing runs."""
-    if cell.model not in models.names():
-        raise ValueError(f"there is no model {cell.model!r}; known are {', '.join(models.names())}")
+    if cell.model not in REFERENCES:
+        raise ValueError(f"there is no model {cell.model!r}; known are {', '.join(REFERENCES)}")
     if cell.policy not in baselines.NAMES:
         policies.resolve(cell.policy)
     if cell.tiles and not all(n.isdigit() and int(n) > 0 for n in cell.tiles.split("x")):
@@ -63,9 +62,9 @@ def check(cell: Cell) -> None:
 
 @functools.cache
 def _refusal(model: str, shape: tuple[int, ...], dtype: str) -> str | None:
-    """Why the model does not take such images."""
+    """Why the model does not take such images, or what must be installed for it."""
     try:
         problem(model, shape, jnp.dtype(dtype), abstract=True)
-    except (TypeError, ValueError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         return f"{model} at {shape}, {dtype}: {error}"
     return None

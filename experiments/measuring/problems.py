@@ -8,9 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import nnx
 
 import models
+
+from .third_party import NETWORKS, Network
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +31,8 @@ REFERENCES = {
     "resnet50": Reference((1, 4096, 4096, 3), 1000),
     "alexnet": Reference((128, 224, 224, 3), None, batch_is_tiled=True),
     "local_cnn": Reference((256, 41, 41, 1), 3034),
+    "haiku_resnet50": Reference((1, 2048, 2048, 3), 1000),
+    "convnext": Reference((1, 2048, 2048, 3), 1000),
 }
 
 
@@ -49,6 +55,8 @@ def shape_of(name: str, batch: int | None = None, size: int | None = None) -> tu
 def problem(name: str, shape: tuple[int, ...], dtype: Any, *, abstract: bool = False) -> Problem:
     """A model on an image of this shape; `abstract`: only shapes, no numbers."""
     reference = REFERENCES[name]
+    if name in NETWORKS:
+        return classifier(NETWORKS[name](dtype), shape, dtype, reference.classes, abstract=abstract)
 
     def make() -> nnx.Module:
         return models.create(name, param_dtype=dtype, dtype=dtype, rngs=nnx.Rngs(0))
@@ -73,3 +81,42 @@ def problem(name: str, shape: tuple[int, ...], dtype: Any, *, abstract: bool = F
     spatial = (0, 1, 2) if reference.batch_is_tiled else (1, 2)
     axes = [spatial, spatial if len(score) == len(shape) else None][: len(arrays)]
     return Problem(loss, (params, rest, *arrays), (None, None, *axes))
+
+
+def classifier(
+    network: Network, shape: tuple[int, ...], dtype: Any, classes: int, *, abstract: bool = False
+) -> Problem:
+    """A network of another library, with the mean cross-entropy of one label per image.
+
+    Its first weights would not do: those of Haiku's last layer are zero, and so are all gradients
+    before it. Arithmetic with zeros takes a GPU less power, and with it less time.
+    """
+
+    def loss(params: Any, state: Any, image: jax.Array, labels: jax.Array) -> tuple[jax.Array, Any]:
+        scores, state = network.apply(params, state, image)
+        scores = scores.astype(jnp.promote_types(scores.dtype, jnp.float32))
+        return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean(), state
+
+    def arguments() -> tuple[Any, ...]:
+        image = jax.random.normal(jax.random.key(0), shape, dtype)
+        labels = jax.random.randint(jax.random.key(1), shape[:1], 0, classes)
+        # To initialise runs the network once; a compiler sees that nothing needs its scores.
+        return *jax.jit(network.init)(jax.random.key(2), image), image, labels
+
+    if abstract:
+        found = jax.eval_shape(arguments)
+    else:
+        params, *others = arguments()
+        found = (_moved(params), *others)
+    return Problem(loss, found, (None, None, (1, 2), None))
+
+
+def _moved(params: Any) -> Any:
+    """Weights a little away from where they were, as after some steps of training."""
+    random = np.random.default_rng(0)
+
+    def moved(w: jax.Array) -> jax.Array:
+        step = 0.02 * random.standard_normal(w.shape)
+        return jnp.asarray(np.asarray(w) + step.astype(w.dtype))
+
+    return jax.tree.map(moved, params)

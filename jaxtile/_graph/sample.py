@@ -30,6 +30,10 @@ class Sample:
     equation: Equation
     axes: tuple[Axes, ...]
     differentiated: tuple[bool, ...]
+    prepared: int = 0
+    """Bytes of those operands that the same operation computes first: of the normalised image that
+    a convolution reads, say. What follows a convolution a compiler makes part of it, but not what
+    it reads."""
 
     @property
     def shape_class(self) -> str:
@@ -71,11 +75,21 @@ def sample_of(nodes: Sequence[Node], trained: Collection[Value]) -> Sample | Non
     if len(found) != 1:
         return None
     (node,) = found
+    arrays = [v.array for v in node.inputs]
     return Sample(
         node.equation,
         tuple(v.axes for v in node.inputs),
-        tuple(v.array in trained for v in node.inputs),
+        tuple(v in trained for v in arrays),
+        sum(v.bytes for v in arrays if v.tiled and _computes(v, nodes)),
     )
+
+
+def _computes(value: Value, nodes: Sequence[Node]) -> bool:
+    """Do these equations do something to get this value, other than naming or moving it?"""
+    node = value.node
+    while node is not None and node in nodes and traits(node.equation.primitive).view:
+        node = node.inputs[0].array.node
+    return node in nodes
 
 
 def trained(inputs: Sequence[Value], nodes: Sequence[Node]) -> set[Value]:

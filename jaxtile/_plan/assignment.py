@@ -29,8 +29,9 @@ Limits: an estimate ranks schedules, and the compiler has the last word (`search
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +42,7 @@ from .costs import Costs
 from .kernels import kernels
 
 INSIDE, PASSING, RESTORED, KEPT = range(4)
+Reach = tuple[tuple[int, ...], tuple[int, ...]]
 Line = tuple[Demand, ...]
 """Per tiled axis, what a tile of a result needs of an operand."""
 
@@ -73,16 +75,27 @@ class Cost(NamedTuple):
 @dataclasses.dataclass
 class Region:
     end: int
-    own: list[int]
+    own: tuple[int, ...]
     """Operations, in order."""
-    reads: list[int]
+    reads: tuple[int, ...]
     """Whole arrays that they read."""
     mode: Mode
-    before: list[int] = dataclasses.field(default_factory=list)
+    before: tuple[int, ...] = ()
     """Operations that compute the passing ones of these."""
     restored: float = 0.0
     """Bytes that are restored for it."""
     cost: Cost = dataclasses.field(default=Cost(0.0, 0.0, 0.0))
+
+
+class Segment(NamedTuple):
+    """Operations between two kept results that nothing else spans."""
+
+    seconds: float
+    needs: list[float]
+    """Per region, bytes beyond what is kept before the segment."""
+    regions: list[Region]
+    kept: float
+    """Bytes that stay after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +135,11 @@ class Assignments:
             all(d.scale in (0, 1) and not d.halo for line in p.demands for d in line) for p in parts
         ]
         self._contract()
+        self.asked = [_bits([*self.inputs[k], *self.awaits[k]]) for k in range(self.n)]
+        self.joints = self._joints()
         self._costs: dict[Any, Cost] = {}
+        self._segments: dict[Any, Segment] = {}
+        self._reached: dict[tuple[int, ...], list[tuple[int, int, int, Reach]]] = {}
 
     def _contract(self) -> None:
         """What each operation reads, without operations that are part of their readers; and of
@@ -158,32 +175,94 @@ class Assignments:
             for k in range(self.n)
         ]
 
+    def _joints(self) -> dict[int, int]:
+        """Results that are read later, while nothing else that was made before them is; and where,
+        in `parts`, the next operations begin. Reductions belong to what they follow.
+        """
+        last = list(range(self.n))
+        for k in self.parts:
+            for i in self.inputs[k]:
+                last[i] = max(last[i], k)
+        found: dict[int, int] = {}
+        reach = -1
+        for at, k in enumerate(self.parts):
+            if self.tiled[k] and self.held[k] > 0 and reach <= k < last[k]:
+                later = [n for n in range(at + 1, len(self.parts)) if self.tiled[self.parts[n]]]
+                if later:
+                    found[k] = later[0]
+            reach = max(reach, last[k])
+        return found
+
     def estimate(self, given: Assignment) -> Estimate:
-        states = [s if t else INSIDE for s, t in zip(given.states, self.tiled, strict=True)]
-        for k in self.outline.outputs:
-            states[k] = KEPT if self.tiled[k] else INSIDE
-        regions = self._regions(states, given.modes)
-        seconds = self._grouped(regions, states)
+        """Of all segments: what lies between two kept results that nothing else spans does not
+        depend on what lies elsewhere, and is not worked out again.
+        """
+        seconds, kept, needs, regions = 0.0, 0.0, [], []
+        for joint, own in self._split(given.states):
+            key = (
+                own[0],
+                tuple(given.states[k] for k in own),
+                tuple(given.modes[k] for k in own),
+                joint,
+            )
+            if key not in self._segments:
+                self._segments[key] = self._segment(joint, own, given)
+            found = self._segments[key]
+            seconds += found.seconds
+            needs += [kept + n for n in found.needs]
+            regions += found.regions
+            kept += found.kept
+        return Estimate(seconds, np.array(needs), regions)
+
+    def _split(self, states: Sequence[int]) -> Iterator[tuple[int | None, list[int]]]:
+        """Segments: the kept result that each one begins with, and its operations."""
+        joint, start = None, 0
+        for k, after in self.joints.items():
+            if states[k] == KEPT:
+                yield joint, self.parts[start:after]
+                joint, start = k, after
+        if self.parts[start:]:
+            yield joint, self.parts[start:]
+
+    def _segment(self, joint: int | None, own: list[int], given: Assignment) -> Segment:
+        states = list(given.states)
+        for k in own:
+            if k not in self.whole:
+                states[k] = KEPT if self.tiled[k] else INSIDE
+        known = own if joint is None else [joint, *own]
+        whole = _bits(k for k in known if states[k] != INSIDE)
+        kept = _bits(k for k in known if states[k] == KEPT)
+        regions = self._regions(own, whole, given.modes)
+        seconds = self._grouped(regions, states, kept)
         for region in regions:
             region.cost = self._cost(region, states)
         once = {k for r in regions if r.mode.grid is None for k in r.own}
         seconds += sum(r.cost.seconds for r in regions) + self.plain(once)
-        return Estimate(seconds, self._needs(regions, states, once), regions)
+        held = {k: self.held[k] for k in once}
+        for k in own:
+            if states[k] == KEPT:
+                held[k] = max(held.get(k, 0.0), self.bytes[k])
+        for region in regions:
+            if region.mode.grid is None:
+                held |= {i: self.bytes[i] for i in region.reads if i != joint}
+        needs = self._needs(regions, states, known, held)
+        return Segment(seconds, needs, regions, sum(held.values()))
 
     def plain(self, operations: Collection[int]) -> float:
         """Seconds of these, forwards and backwards, once."""
         return sum(self.forward[k] + self.backward[k] for k in operations)
 
-    def _regions(self, states: Sequence[int], modes: Sequence[Mode]) -> list[Region]:
+    def _regions(
+        self, operations: Sequence[int], whole: int, modes: Sequence[Mode]
+    ) -> list[Region]:
         found: dict[Any, Region] = {}
-        inside = frozenset(k for k in self.parts if self.reduces[k] and modes[k].grid == "whole")
-        whole = [s != INSIDE for s in states]
-        for k in self.parts:
-            if states[k] == INSIDE and (not self.reduces[k] or k in inside):
+        inside = _bits(k for k in operations if self.reduces[k] and modes[k].grid == "whole")
+        for k in operations:
+            if not whole >> k & 1 and (not self.reduces[k] or inside >> k & 1):
                 continue
             in_one = modes[k].grid == "whole"
-            own, reads = self._reach([k], whole, inside if in_one else frozenset())
-            inside = inside.difference(own)
+            own, reads = self._reach([k], whole, inside if in_one else 0)
+            inside &= ~_bits(own)
             key: Any = k
             if self.reduces[k]:
                 # It follows a whole array, or is one of several that are computed from the same.
@@ -191,18 +270,18 @@ class Assignments:
                 carrier = found.get(reads[0]) if follows else None
                 key = reads[0] if carrier and carrier.mode == modes[k] else (*reads, -1, *own[:-1])
             if key in found:
-                found[key].own = sorted({*found[key].own, *own})
+                found[key].own = tuple(sorted({*found[key].own, *own}))
                 continue
             found[key] = Region(k, own, reads, modes[k])
         # A reduction that leads to no whole array ends a region itself.
-        for k in sorted(inside, reverse=True):
-            if k in inside:
-                own, reads = self._reach([k], whole, inside)
-                found[k] = Region(k, own, reads, modes[k])
-                inside = inside.difference(own)
+        while inside:
+            k = inside.bit_length() - 1
+            own, reads = self._reach([k], whole, inside)
+            found[k] = Region(k, own, reads, modes[k])
+            inside &= ~_bits(own)
         return sorted(found.values(), key=lambda r: r.end)
 
-    def _grouped(self, regions: Sequence[Region], states: Sequence[int]) -> float:
+    def _grouped(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
         """What each region computes of its inputs, and what groups restore: seconds for that."""
         at = {r.end: n for n, r in enumerate(regions)}
         last = dict.fromkeys(range(len(regions)), -1)
@@ -211,7 +290,6 @@ class Assignments:
                 if states[i] == RESTORED:
                     last[at[i]] = n
         seconds, first, end = 0.0, 0, -1
-        kept = [s == KEPT for s in states]
         for n in range(len(regions)):
             end = max(end, last[n])
             if end <= n:
@@ -219,7 +297,7 @@ class Assignments:
                 first = n + 1
         return seconds
 
-    def _group(self, regions: Sequence[Region], states: Sequence[int], kept: list[bool]) -> float:
+    def _group(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
         """Seconds to run regions again, if they restore anything."""
         if len(regions) == 1:
             self._passing(regions[0], kept)
@@ -227,51 +305,55 @@ class Assignments:
         made = {r.end for r in regions}
         restored = [k for k in made if states[k] == RESTORED]
         outside = {i for r in regions for i in r.reads if i not in made}
-        passing = [i for i in outside if not kept[i]]
+        passing = sorted(i for i in outside if not kept >> i & 1)
         before = self._reach(passing, kept)[0]
         seconds = sum(self.forward[k] for k in before)
         given = sum(self.bytes[i] for i in passing)
         # They are computed whole, one after the other, when nothing else of the group is there.
         begin = given + 2 * max((self.held[k] for k in before), default=0.0)
-        there = [*passing, *restored]
-        for k in there:
-            kept[k] = True
+        kept |= _bits([*passing, *restored])
         for region in regions:
             self._passing(region, kept)
             if states[region.end] in (RESTORED, PASSING):
                 seconds += sum(self.forward[k] for k in region.own if not self.reduces[k])
             region.restored = given + sum(self.bytes[k] for k in restored if k < region.end)
         regions[-1].restored = max(regions[-1].restored, begin)
-        for k in there:
-            kept[k] = False
         return seconds
 
-    def _passing(self, region: Region, kept: Sequence[bool]) -> None:
+    def _passing(self, region: Region, kept: int) -> None:
         """What a region must compute before its own operations."""
-        passing = [i for i in region.reads if not kept[i]]
+        passing = [i for i in region.reads if not kept >> i & 1]
         if passing and region.mode.grid is not None:
             region.before = self._reach(passing, kept)[0]
 
-    def _reach(
-        self, ends: Sequence[int], whole: Sequence[bool], inside: frozenset[int] = frozenset()
-    ) -> tuple[list[int], list[int]]:
+    def _reach(self, ends: Sequence[int], whole: int, inside: int = 0) -> Reach:
         """The operations that compute these results, and the whole arrays that they read.
 
-        `inside`: reductions that are operations like any other.
+        `whole`, `inside`: sets of operations, as bits of a number: which results are whole arrays,
+        and which reductions are operations like any other. An answer is remembered together with
+        those bits of both that it depends on.
         """
-        own, reads, pending = set(ends), set(), list(ends)
+        key = tuple(ends)
+        for seen, whole_there, inside_there, answer in self._reached.setdefault(key, []):
+            if whole & seen == whole_there and inside & seen == inside_there:
+                return answer
+        own, reads, pending, seen = set(ends), set(), list(ends), 0
         while pending:
             k = pending.pop()
-            awaited = self.awaits[k] & inside - own
-            own |= awaited
-            pending += awaited
+            seen |= self.asked[k]
+            for r in self.awaits[k]:
+                if inside >> r & 1 and r not in own:
+                    own.add(r)
+                    pending.append(r)
             for i in self.inputs[k]:
-                if whole[i]:
+                if whole >> i & 1:
                     reads.add(i)
                 elif i not in own:
                     own.add(i)
                     pending.append(i)
-        return sorted(own), sorted(reads)
+        answer = tuple(sorted(own)), tuple(sorted(reads))
+        self._reached[key].append((seen, whole & seen, inside & seen, answer))
+        return answer
 
     def _cost(self, region: Region, states: Sequence[int]) -> Cost:
         if region.mode.grid is None:
@@ -279,7 +361,7 @@ class Assignments:
             return Cost(0.0, forward, 2 * max((self.bytes[k] for k in region.own), default=0.0))
         passing = tuple(i for i in region.reads if i in region.before)
         known = states[region.end] in (KEPT, RESTORED)
-        key = (region.mode, known, passing, tuple(region.own), tuple(region.before))
+        key = (region.mode, known, passing, region.own, region.before)
         if key not in self._costs:
             self._costs[key] = self._recomputed(region, passing, known)
         return self._costs[key]
@@ -338,31 +420,45 @@ class Assignments:
         }
 
     def _needs(
-        self, regions: Sequence[Region], states: Sequence[int], once: set[int]
-    ) -> np.ndarray:
-        """Bytes while each region runs, forwards or backwards."""
+        self,
+        regions: Sequence[Region],
+        states: Sequence[int],
+        known: Sequence[int],
+        held: Mapping[int, float],
+    ) -> list[float]:
+        """Bytes while each region runs, forwards or backwards, besides those of other segments."""
         last: dict[int, int] = {}
-        held = {k: self.held[k] for k in once}
         for region in regions:
             for i in region.reads:
                 last[i] = max(last.get(i, i), region.end)
-                if region.mode.grid is None:
-                    held[i] = self.bytes[i]
-        kept, cotangents, passing = (np.zeros(self.n + 2) for _ in range(3))
-        for k in self.parts:
-            if states[k] == KEPT:
-                held[k] = max(held.get(k, 0.0), self.bytes[k])
+        begin = known[0]
+        # What changes from one operation to the next.
+        kept, cotangents, passing = ([0.0] * (known[-1] + 3 - begin) for _ in range(3))
+        for k in known:
             if states[k] != INSIDE:
-                cotangents[k : last.get(k, k) + 1] += self.cotangent[k]
+                cotangents[k - begin] += self.cotangent[k]
+                cotangents[last.get(k, k) + 1 - begin] -= self.cotangent[k]
             if states[k] in (PASSING, RESTORED):
-                passing[k + 1 : last.get(k, k) + 1] += self.bytes[k]
+                passing[k + 1 - begin] += self.bytes[k]
+                passing[last.get(k, k) + 1 - begin] -= self.bytes[k]
         for k, size in held.items():
-            kept[k + 1 :] += size
+            kept[k + 1 - begin] += size
+        kept, cotangents, passing = (
+            list(itertools.accumulate(x)) for x in (kept, cotangents, passing)
+        )
         needs = []
         for region in regions:
             end, cost = region.end, region.cost
             result = self.bytes[end] if states[end] != INSIDE else 0.0
-            forward = passing[end] + result + cost.forward
-            backward = cotangents[end] + region.restored + cost.backward
-            needs.append(kept[end] + max(backward, forward))
-        return np.array(needs)
+            forward = passing[end - begin] + result + cost.forward
+            backward = cotangents[end - begin] + region.restored + cost.backward
+            needs.append(kept[end - begin] + max(backward, forward))
+        return needs
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    """A set of small numbers, as the bits of one."""
+    found = 0
+    for n in numbers:
+        found |= 1 << n
+    return found

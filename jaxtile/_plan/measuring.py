@@ -6,6 +6,7 @@ as the network's, and on some as large as a tile of them.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from .._graph.sample import Sample
 from ..policy import Outline
-from .costs import Costs, Timing
+from .costs import Costs, Timing, measured_path
 
 _LARGEST = 2**28  # elements of an array: beyond 2**31 libraries are slow, and memory is not ours
 _TILES = 4  # along each axis, of the smaller arrays
@@ -42,6 +43,39 @@ def timings(samples: Mapping[str, Sample]) -> Iterator[tuple[str, tuple[Timing, 
         factors = [n for n in (_TILES * factor, factor) if all(x.size for x in _results(sample, n))]
         by_size = {sample.positions(n): n for n in factors}
         yield name, tuple(_timing(sample, n) for _, n in sorted(by_size.items()))
+
+
+def with_measured(outline: Outline, costs: Costs, say: Callable[[str], None]) -> Costs:
+    """The table, and times of what it did not know; written where the planner looks."""
+    samples, began = unknown(outline, costs), time.perf_counter()
+    if not samples:
+        return costs
+    say(f"plan: timing {len(samples)} kinds of operations that the table of costs does not have")
+    found = {**costs.classes, **dict(timings(samples))}
+    kind, path = jax.devices()[0].device_kind, measured_path()
+    device = costs.device if kind in costs.device else f"{costs.device}, operations of {kind}"
+    measured = dataclasses.replace(costs, device=device, classes=found)
+    measured.save(path)
+    say(f"plan: timed in {time.perf_counter() - began:.1f} s, kept in {path}")
+    return measured
+
+
+def step_seconds(lowered: Any, compiled: Any, repeats: int = 3) -> float:
+    """Of a compiled step, on arguments of zeros; the fastest of some runs."""
+    times = []
+    for _ in range(repeats + 1):  # arguments may be donated
+        args, kwargs = jax.tree.map(_zeros, lowered.args_info)
+        jax.block_until_ready((args, kwargs))
+        begin = time.perf_counter()
+        jax.block_until_ready(compiled(*args, **kwargs))
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def _zeros(x: Any) -> jax.Array:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.split(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
 
 
 def _results(sample: Sample, smaller: int) -> list[jax.ShapeDtypeStruct]:
@@ -78,13 +112,14 @@ def _filled(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 def seconds(fun: Callable[..., Any], *args: Any) -> float:
     """Of one call among many, which the device runs one after the other."""
-    compiled = jax.jit(fun).lower(*args).compile()
+    compiled = jax.jit(fun)  # it starts faster than what `compile` returns
     jax.block_until_ready(compiled(*args))
     times, begin = 1, time.perf_counter()
     while True:
         start = time.perf_counter()
-        results = [compiled(*args) for _ in range(times)]
-        jax.block_until_ready(results[-1])
+        for _ in range(times):
+            results = compiled(*args)  # the last ones are freed
+        jax.block_until_ready(results)
         taken = time.perf_counter() - start
         if taken >= _LEAST or time.perf_counter() - begin > 20 * _LEAST:
             return taken / times

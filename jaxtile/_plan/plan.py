@@ -23,7 +23,7 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     rest: Choice
     source: str
-    """`solver`, or the policy of the catalogue that was better."""
+    """`solver`, `descent`, or the policy of the catalogue that was better."""
     fingerprint: str
     device: str
     budget: int | None
@@ -32,6 +32,8 @@ class Plan:
     seconds: float
     plain_seconds: float
     plain_bytes: int
+    measured_seconds: float | None = None
+    """Of a step, if it was run."""
 
     @property
     def choices(self) -> Choices:
@@ -80,9 +82,12 @@ class Plan:
             f"bytes: budget {budget}, estimated {format_bytes(self.estimated_bytes)}, "
             f"compiled {compiled}; plain estimated {format_bytes(self.plain_bytes)}",
             f"time: estimated {self.seconds * 1e3:.3g} ms, "
-            f"{self.seconds / self.plain_seconds:.2f}x plain, with the costs of {self.device}"
-            + ("" if self.source == "solver" else f"; this is the policy {self.source!r}"),
+            f"{self.seconds / self.plain_seconds:.2f}x plain, with the costs of {self.device}",
         ]
+        if self.measured_seconds is not None:
+            lines[-1] += f"; a step was run and took {self.measured_seconds * 1e3:.3g} ms"
+        if self.source not in ("solver", "descent"):
+            lines[-1] += f"; this is the policy {self.source!r}"
         return "\n".join(lines)
 
     __str__ = explain
@@ -145,7 +150,7 @@ class Plan:
         found = [dataclasses.asdict(self), *(s._asdict() for s in self.stages)]
         for name, value in itertools.chain(*(f.items() for f in found)):
             number = isinstance(value, int | float) or (
-                value is None and name in ("budget", "measured_bytes")
+                value is None and name in ("budget", "measured_bytes", "measured_seconds")
             )
             if name.endswith(("bytes", "seconds", "budget", "operations")) and not number:
                 raise ValueError(f"{name} (={value!r}) must be a number")

@@ -7,6 +7,7 @@ Here the function, its arguments and the step are put together; `search` finds t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import sys
@@ -23,6 +24,7 @@ from ..policy import Choice, Choices, Outline, outline
 from .absent import absent_device, placed
 from .costs import Costs, built_in_for_another
 from .costs import costs as costs_of_device
+from .measuring import with_measured
 from .plan import Plan
 from .search import TIME_LIMIT, Search, Terms
 
@@ -36,6 +38,7 @@ def plan(
     step_args: Sequence[Any] | None = None,
     offload: bool = False,
     costs: Costs | None = None,
+    measure: bool = False,
     device: str | None = None,
     time_limit: float = TIME_LIMIT,
     progress: Callable[[str], None] | None = None,
@@ -53,6 +56,10 @@ def plan(
       step_args: the arguments of the step, if they are not `args`.
       offload: may results wait in host memory?
       costs: rates of the device; by default those that were measured for it, or built in.
+      measure: may the planner run something? Then it times kinds of operations that its table of
+        costs does not have, and keeps these times for this device; and it runs a few steps of the
+        two or three best schedules, on arguments of zeros, and takes the fastest. The budget must
+        be free on the device.
       device: a GPU that need not be there, as "NVIDIA H200", or a file that describes it to XLA.
         JAX's CUDA plugin must be. The plan is then not compiled as it will run: plan again on the
         GPU itself, or look at `jaxtile.memory` there.
@@ -85,11 +92,14 @@ def plan(
     if not view.parts:
         raise ValueError("there is nothing to plan: the function has no operations")
     device = None if device == jax.devices()[0].device_kind else device
+    if measure and device is not None:
+        raise ValueError(f"nothing can be measured on {device!r}: it is not here")
     terms = Terms(
         parse_bytes(budget),
         costs or costs_of_device(device),
         offload=offload,
         platform=None if device is None else "gpu",
+        measure=measure,
         time_limit=time_limit,
         progress=progress,
     )
@@ -98,6 +108,8 @@ def plan(
         given = placed(given, absent_device(device))
     if costs is None and (warning := built_in_for_another(device)):
         terms.say(f"plan: {warning}")
+    if measure:
+        terms = dataclasses.replace(terms, costs=with_measured(view, terms.costs, terms.say))
     make = step or default_step(args, in_axes, _has_gradients(view))
     known = _evaluated(view.traced, fun)
     return Search(view, _steps(known, in_axes, make, given), terms).run()

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._amounts import format_bytes
@@ -30,9 +31,10 @@ from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
 from ..policy import Choice, GridSpec, Outline, names, resolve
-from .assignment import KEPT, PASSING, RESTORED, Assignments
+from .assignment import INSIDE, KEPT, PASSING, RESTORED, Assignment, Assignments, Mode
 from .costs import Costs, has_host_memory
 from .descent import Descent, Found
+from .measuring import step_seconds
 from .model import Model, Stretches
 from .plan import Plan
 from .solver import Solution, Stage, fastest, measured, smallest
@@ -43,6 +45,8 @@ _CANDIDATES = 6  # schedules that are compiled
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
 _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
+_RUN = 3  # schedules that are run, if that is wanted
+_RIVAL = 1.25  # times the estimated time: what may be faster after all
 
 
 class BudgetError(ValueError):
@@ -62,6 +66,8 @@ class Terms:
     offload: bool = False
     platform: str | None = None
     """Of a device that is not there; None: the device is here."""
+    measure: bool = False
+    """May schedules be run, to see which is the fastest?"""
     time_limit: float = TIME_LIMIT
     progress: Callable[[str], None] | None = None
 
@@ -88,6 +94,8 @@ class Search:
         self.fixed = _arguments_and_results(traced(None))
         self.trials: dict[Candidate, Bytes] = {}
         self.lowered: dict[Candidate, Any] = {}
+        self.compiled: dict[Candidate, Any] = {}
+        """As they will run."""
         self._smallest: Candidate | None = None
 
     def run(self) -> Plan:
@@ -103,10 +111,39 @@ class Search:
             else:
                 self.say("plan: not compiled as it will run, since the device is not here")
             total = self.trials[chosen].total
+            if total <= self.budget and self.terms.measure:
+                return self._raced(chosen)
             if total <= self.budget:
                 return self._plan(chosen, total)
             if chosen in self._last_resorts() and self._best() is None:
                 raise self._too_small(total)
+
+    def _raced(self, chosen: Candidate) -> Plan:
+        """The fastest of a few schedules that fit, as they run."""
+        began, rivals = time.perf_counter(), [chosen]
+        for rival in self.candidates(chosen.peak):
+            if rival not in self.trials and rival.seconds < _RIVAL * chosen.seconds:
+                self._try(rival)
+        fits = [c for c, found in self.trials.items() if found.total <= self.budget]
+        rivals += sorted((c for c in fits if c != chosen), key=lambda c: c.seconds)
+        times: dict[Candidate, float] = {}
+        for rival in rivals[:_RUN]:
+            if rival not in self.compiled:
+                self._try(rival, as_it_runs=True)
+            if self.trials[rival].total > self.budget:
+                continue
+            try:
+                times[rival] = step_seconds(self.lowered[rival], self.compiled[rival])
+            except jax.errors.JaxRuntimeError as error:
+                self.say(f"plan: this schedule did not run here: {str(error).splitlines()[0]}")
+                continue
+            self.say(
+                f"plan: a step of {len(rival.stages)} stages takes {times[rival] * 1e3:.3g} ms "
+                f"(estimated {rival.seconds * 1e3:.3g})"
+            )
+        best = min(times, key=times.__getitem__, default=chosen)
+        self.say(f"plan: compared {len(times)} in {time.perf_counter() - began:.1f} s")
+        return self._plan(best, self.trials[best].total, times.get(best))
 
     def _last_resorts(self) -> set[Candidate]:
         """Schedules that are tried if nothing else fits: the smallest by the model; and plain JAX,
@@ -172,7 +209,8 @@ class Search:
             f"{began - self.began:.1f} s; compiling" + (" as it will run" if as_it_runs else "")
         )
         if as_it_runs:
-            found = Bytes.of(lowered.compile())
+            self.compiled[candidate] = lowered.compile()
+            found = Bytes.of(self.compiled[candidate])
         else:
             found = compiled_bytes(lowered, self.terms.platform)
         self.trials[candidate], self.fixed = found, found.fixed
@@ -205,13 +243,19 @@ class Search:
 
     def fastest(self, allowed: float) -> Candidate | None:
         """The fastest schedule whose peak by the model is at most so many bytes."""
+        return min(self.candidates(allowed), key=lambda c: c.seconds, default=None)
+
+    def candidates(self, allowed: float) -> list[Candidate]:
+        """Schedules within an allowance: of the solver, of the descent, and of the catalogue."""
         solution = fastest(self.tables, allowed) if allowed > 0 else None
         found = [c for c in self.others if c.peak <= allowed]
+        begun = []
         if solution is not None:
             found.insert(0, _solved(self.model, self.tables, solution))
-        if (assigned := self.descent.fastest(allowed)) is not None:
+            begun.append(_as_assignment(self.model, self.tables, solution))
+        if (assigned := self.descent.fastest(allowed, begun)) is not None:
             found.append(_assigned(self.descent, assigned))
-        return min(found, key=lambda c: c.seconds, default=None)
+        return found
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
@@ -220,7 +264,9 @@ class Search:
             self._smallest = min([solved, assigned, *self.others], key=lambda c: c.peak)
         return self._smallest
 
-    def _plan(self, candidate: Candidate, total: int | None = None) -> Plan:
+    def _plan(
+        self, candidate: Candidate, total: int | None = None, seconds: float | None = None
+    ) -> Plan:
         return Plan(
             stages=candidate.stages,
             rest=candidate.rest,
@@ -233,6 +279,7 @@ class Search:
             seconds=candidate.seconds,
             plain_seconds=self.plain.seconds,
             plain_bytes=int(self.fixed + self.plain.peak),
+            measured_seconds=seconds,
         )
 
 
@@ -271,6 +318,17 @@ def _solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
         )
     rest = Choice(stages[-1].grid)
     return Candidate(_merged(stages), rest, "solver", solution.seconds, solution.peak)
+
+
+def _as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assignment:
+    """What is live at a cut is kept, everything else is inside its stretch."""
+    states, modes = [INSIDE] * model.n, []
+    for mode, a, b in solution.stages:
+        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
+        modes += [Mode(grid, tiled_forward=isinstance(grid, tuple))] * (j - i)
+        for k in model.live(j).nonzero()[0]:
+            states[k] = KEPT
+    return Assignment(tuple(states), tuple(modes))
 
 
 def _assigned(descent: Descent, found: Found) -> Candidate:

@@ -9,6 +9,10 @@ On a GPU, JAX states the kernel's gradient of a transposed convolution as a conv
 with zeros between its pixels, for which there is no fast kernel (0.3 s where 1 ms would do). A
 transposed convolution is the image's gradient of a strided one, with image and result exchanged, so
 its kernel's gradient is that of the strided one, too; for that there is.
+
+The kernel's gradient of a depthwise convolution runs on a GPU with as many blocks as there are
+channels, however many positions each of them sums over. So its positions are cut into pieces, which
+become channels, and what they give is added up.
 """
 
 from __future__ import annotations
@@ -24,13 +28,20 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import conv_general_dilated_p, copy_p
 
 from .plainly import plain
+from .reductions import accumulation_dtype
 
 Array = jax.Array
+
+_FULL = 384
+"""Channels with which the kernel's gradient of a depthwise convolution is about as fast as it gets:
+of 512 x 512 positions, with 96 channels 1.2 ms, as 4 pieces 0.42 ms, as 16 pieces 0.43 ms (H200,
+7 x 7, bfloat16)."""
 
 
 def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any], *, in_loop: bool) -> Array:
     """`conv_general_dilated` with these parameters of the primitive."""
-    if plain() == "transposed" or not (in_loop or _is_transposed(params)):
+    restated = _is_transposed(params) or _is_depthwise(params, rhs)
+    if plain() == "transposed" or not (in_loop or restated):
         return _as_given(params, lhs, rhs)
     if plain() == "undifferentiated":
         return _result(in_loop, params, lhs, rhs)
@@ -74,16 +85,18 @@ def _backward(call: tuple, residuals: tuple[Array, Array], cotangent: Array) -> 
     def gradients(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
         return of_image(lhs, rhs, cotangent), of_kernel(lhs, rhs, cotangent)
 
-    def with_strided(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
-        return of_image(lhs, rhs, cotangent), _of_strided_kernel(params, lhs, rhs, cotangent)
+    def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
+        of = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
+        return of_image(lhs, rhs, cotangent), of(params, lhs, rhs, cotangent)
 
     operands = (*residuals, cotangent)
     traced = jax.make_jaxpr(gradients)(*operands)
     plain = functools.partial(_evaluate, traced, _as_given)
+    as_restated = _is_transposed(params) or _is_depthwise(params, residuals[1])
     return lax.platform_dependent(
         *operands,
         cpu=functools.partial(_evaluate, traced, _in_order) if in_loop else plain,
-        default=with_strided if _is_transposed(params) else plain,
+        default=restated if as_restated else plain,
     )
 
 
@@ -100,6 +113,13 @@ def _is_transposed(params: Mapping[str, Any]) -> bool:
     others = (*params["window_strides"], *params["rhs_dilation"])
     groups = params["feature_group_count"], params["batch_group_count"]
     return {*others, *groups} == {1} and any(d > 1 for d in params["lhs_dilation"])
+
+
+def _is_depthwise(params: Mapping[str, Any], rhs: Array) -> bool:
+    """Has every channel a kernel of its own?"""
+    in_features = rhs.shape[params["dimension_numbers"].rhs_spec[1]]
+    plain = {*params["lhs_dilation"], params["batch_group_count"], in_features} == {1}
+    return plain and params["feature_group_count"] > 1
 
 
 def _of_strided_kernel(
@@ -127,6 +147,50 @@ def _of_strided_kernel(
     }
     transposed = jax.linear_transpose(lambda w: _as_given(strided, cotangent, w), rhs)
     return lax.rev(transposed(lhs)[0], tuple(space))
+
+
+def _of_depthwise_kernel(
+    params: Mapping[str, Any], lhs: Array, rhs: Array, cotangent: Array
+) -> Array:
+    """The kernel's gradient, with pieces of the first spatial dimension as channels."""
+    dims = params["dimension_numbers"]
+    out_feature, _, space, *_ = dims.rhs_spec
+    rows, image = dims.out_spec[2], dims.lhs_spec[2]
+    stride, (low, high) = params["window_strides"][0], params["padding"][0]
+    extent = (rhs.shape[space] - 1) * params["rhs_dilation"][0] + 1
+    wanted = -(-_FULL // rhs.shape[out_feature])
+    pieces = max(1, min(wanted, cotangent.shape[rows] // extent))
+    size = -(-cotangent.shape[rows] // pieces)
+    # The last piece is as large as the others: beyond the end, cotangents are zero.
+    short = pieces * size - cotangent.shape[rows]
+    cotangent = _padded(cotangent, rows, 0, short)
+    window = (size - 1) * stride + extent
+    ends = (pieces - 1) * size * stride + window
+    lhs = _padded(lhs, image, low, max(high, ends - low - lhs.shape[image]))
+
+    def stacked(x: Array, dim: int, step: int, length: int, feature: int) -> Array:
+        starts = [i * step for i in range(pieces)]
+        cut = [lax.slice_in_dim(x, n, n + length, axis=dim) for n in starts]
+        return lax.concatenate(cut, feature)
+
+    lhs = stacked(lhs, image, size * stride, window, dims.lhs_spec[1])
+    cotangent = stacked(cotangent, rows, size, size, dims.out_spec[1])
+    wider = {
+        **params,
+        "padding": ((0, 0), *params["padding"][1:]),
+        "feature_group_count": params["feature_group_count"] * pieces,
+    }
+    kernels = lax.concatenate([rhs] * pieces, out_feature)
+    found = jax.linear_transpose(lambda w: _as_given(wider, lhs, w), kernels)(cotangent)[0]
+    shape = list(rhs.shape)
+    shape[out_feature : out_feature + 1] = [pieces, shape[out_feature]]
+    total: Array = found.reshape(shape).sum(out_feature, dtype=accumulation_dtype(rhs.dtype))
+    return total.astype(rhs.dtype)
+
+
+def _padded(x: Array, dim: int, low: int, high: int) -> Array:
+    padding = [(low, high, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, np.zeros((), x.dtype), padding)
 
 
 def _ordered(params: Mapping[str, Any], rank: int) -> Any:
