@@ -177,7 +177,8 @@ class Assignments:
 
     def _joints(self) -> dict[int, int]:
         """Results that are read later, while nothing else that was made before them is; and where,
-        in `parts`, the next operations begin. Reductions belong to what they follow.
+        in `parts`, the next operations begin. Reductions belong to what they follow, so they must
+        be before that.
         """
         last = list(range(self.n))
         for k in self.parts:
@@ -188,10 +189,21 @@ class Assignments:
         for at, k in enumerate(self.parts):
             if self.tiled[k] and self.held[k] > 0 and reach <= k < last[k]:
                 later = [n for n in range(at + 1, len(self.parts)) if self.tiled[self.parts[n]]]
-                if later:
+                if later and not self._followed(k, self.parts[later[0] :]):
                     found[k] = later[0]
             reach = max(reach, last[k])
         return found
+
+    def _followed(self, k: int, later: Sequence[int]) -> bool:
+        """Are there reductions of a result, or of what is computed from it position by position?"""
+        same = {k}
+        for p in later:
+            if same.issuperset(self.inputs[p]):
+                if self.reduces[p]:
+                    return True
+                if self.by_position[p]:
+                    same.add(p)
+        return False
 
     def estimate(self, given: Assignment) -> Estimate:
         """Of all segments: what lies between two kept results that nothing else spans does not

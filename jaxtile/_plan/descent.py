@@ -61,7 +61,10 @@ class Walk:
         """All that were looked at on the way, too."""
 
     def to(self, allowed: float) -> None:
-        while self.peak > allowed and (found := next(self.steps, None)) is not None:
+        while not self.seen or self.peak > allowed:
+            found = next(self.steps, None)
+            if found is None:
+                return
             self.peak = found.peak
 
     def fastest(self, allowed: float) -> Found | None:
