@@ -39,7 +39,7 @@ import numpy as np
 from ..policy import GridSpec, Outline
 from ..policy._demands import Demand
 from .costs import Costs
-from .kernels import kernels
+from .kernels import durations
 
 INSIDE, PASSING, RESTORED, KEPT = range(4)
 Reach = tuple[tuple[int, ...], tuple[int, ...]]
@@ -115,15 +115,11 @@ class Assignments:
 
     def __init__(self, outline: Outline, costs: Costs):
         self.outline, self.costs = outline, costs
-        parts, work = outline.parts, kernels(outline)
+        parts = outline.parts
         self.n, self.rank = len(parts), outline.rank
         self.tiled = [p.tiled and p.bytes > 0 for p in parts]
         self.reduces = [p.reduces and not t for p, t in zip(parts, self.tiled, strict=True)]
-        self.durations = {
-            i: costs.durations(k, p.sample)
-            for i, (k, p) in enumerate(zip(work, parts, strict=True))
-            if k is not None
-        }
+        self.durations = durations(outline, costs)
         whole = [[d.whole for d in self.durations.get(i, ())] or [0.0, 0.0] for i in range(self.n)]
         self.forward, self.backward = map(list, zip(*whole, strict=True))
         self.held = [float(p.held_bytes) for p in parts]

@@ -10,6 +10,7 @@ import numpy as np
 
 from .._graph.operations import Operation
 from ..policy import Outline
+from .costs import Costs, Duration
 
 
 def kernels(outline: Outline) -> list[Operation | None]:
@@ -43,6 +44,15 @@ def kernels(outline: Outline) -> list[Operation | None]:
     if not any(found):  # nothing but changes of type, say
         found[-1] = outline.parts[-1].operation
     return found
+
+
+def durations(outline: Outline, costs: Costs) -> dict[int, tuple[Duration, Duration]]:
+    """Of the operations that take time, and of their gradients."""
+    return {
+        k: costs.durations(kernel, part.sample)
+        for k, (kernel, part) in enumerate(zip(kernels(outline), outline.parts, strict=True))
+        if kernel is not None
+    }
 
 
 def grids(outline: Outline) -> list[tuple[int, ...]]:

@@ -42,7 +42,7 @@ import numpy as np
 
 from ..policy import Choice, Choices, GridSpec, Outline, Part
 from .costs import Costs
-from .kernels import grids, kernels
+from .kernels import durations, grids
 from .stage import Candidate, PlannedStage
 
 KEEP: Final = None
@@ -71,12 +71,7 @@ class Model:
         self.outline, self.costs, self.offload = outline, costs, offload
         parts = outline.parts
         self.n = len(parts)
-        work = kernels(outline)
-        self.durations = {
-            i: costs.durations(k, p.sample)
-            for i, (k, p) in enumerate(zip(work, parts, strict=True))
-            if k is not None
-        }
+        self.durations = durations(outline, costs)
         whole = [[d.whole for d in self.durations.get(i, ())] or [0.0, 0.0] for i in range(self.n)]
         self.forward, self.backward = np.array(whole).T
         self.held = np.array([p.held_bytes for p in parts], float)

@@ -121,7 +121,7 @@ class Search:
     def _raced(self, chosen: Candidate) -> Plan:
         """The fastest of a few schedules that fit, as they run."""
         began, rivals = time.perf_counter(), [chosen]
-        for rival in self.candidates(chosen.peak):
+        for rival in sorted(self.candidates(chosen.peak), key=lambda c: c.seconds)[:_RUN]:
             if rival not in self.trials and rival.seconds < _RIVAL * chosen.seconds:
                 self._try(rival)
         fits = [c for c, found in self.trials.items() if found.total <= self.budget]
