@@ -365,8 +365,13 @@ class Assignments:
 
     def _cost(self, region: Region, states: Sequence[int]) -> Cost:
         if region.mode.grid is None:
-            forward = max((self.held[k] for k in region.own), default=0.0)
-            return Cost(0.0, forward, 2 * max((self.bytes[k] for k in region.own), default=0.0))
+            # When an operation runs, forwards or backwards, what is held after it is not there.
+            forward = backward = later = 0.0
+            for k in reversed(region.own):
+                forward = max(forward, self.held[k] - later)
+                backward = max(backward, 2 * self.bytes[k] - later)
+                later += self.held[k] if k < region.end else 0.0
+            return Cost(0.0, forward, backward)
         passing = tuple(i for i in region.reads if i in region.before)
         known = states[region.end] in (KEPT, RESTORED)
         key = (region.mode, known, passing, region.own, region.before)
