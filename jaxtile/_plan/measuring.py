@@ -38,11 +38,23 @@ def timings(samples: Mapping[str, Sample]) -> Iterator[tuple[str, tuple[Timing, 
     """Per class, its times: of few positions, and of many."""
     for name, sample in samples.items():
         factor = 1
-        while max(x.size for x in [*sample.operands(factor), *_results(sample, factor)]) > _LARGEST:
+        while _possible(sample, 2 * factor) and _largest(sample, factor) > _LARGEST:
             factor *= 2
-        factors = [n for n in (_TILES * factor, factor) if all(x.size for x in _results(sample, n))]
+        factors = [n for n in (_TILES * factor, factor) if _possible(sample, n)]
         by_size = {sample.positions(n): n for n in factors}
         yield name, tuple(_timing(sample, n) for _, n in sorted(by_size.items()))
+
+
+def _possible(sample: Sample, smaller: int) -> bool:
+    """Has the equation a result, on so many times fewer positions?"""
+    try:
+        return all(x.size for x in _results(sample, smaller))
+    except (TypeError, ValueError):  # not if one operand's length follows from another's
+        return False
+
+
+def _largest(sample: Sample, smaller: int) -> int:
+    return max(x.size for x in [*sample.operands(smaller), *_results(sample, smaller)])
 
 
 def with_measured(outline: Outline, costs: Costs, say: Callable[[str], None]) -> Costs:
