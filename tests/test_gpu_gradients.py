@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -102,3 +103,37 @@ def test_gradient_of_a_depthwise_convolution(stride, dilation, padding, multipli
     expected, found = both(x, w)
     assert jnp.abs(expected).max() > 0
     assert jnp.abs(found - expected).max() < 1e-12
+
+
+@parametrize_few("strides", [(2, 2), (4, 4), (3, 1), (2, 5)], always=8)
+@pytest.mark.parametrize("padding", [(0, 0), (3, 3), (-1, 2), (2, -3)])
+@pytest.mark.parametrize("size", [11, 12])
+@pytest.mark.parametrize("order", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NHWC")])
+def test_a_strided_convolution_of_few_channels(strides, padding, size, order):
+    if order[0] == "NHWC":
+        x, w = normal(0, 2, size, 13, 3), normal(1, 5, 4, 3, 2)
+    else:
+        x, w = normal(0, 2, 3, size, 13), normal(1, 2, 3, 5, 4)
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, strides, (padding, (1, 0)), dimension_numbers=order)
+
+    _, params = params_of(conv, x, w)
+    assert convolve._is_narrow(params, x)
+
+    def by_blocks(x, w):
+        return convolve._by_blocks(params, x, w)
+
+    @jax.jit
+    def both(x, w):
+        cotangent = jnp.cos(jnp.arange(conv(x, w).size, dtype=x.dtype))
+        results = []
+        for form in conv, by_blocks:
+            y, pull = jax.vjp(form, x, w)
+            results.append((y, *pull(cotangent.reshape(y.shape))))
+        return results
+
+    expected, found = both(x, w)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    assert all(jnp.abs(a - b).max() < 1e-12 for a, b in zip(found, expected, strict=True))
+    assert all(jnp.abs(a).max() > 0 for a in expected)
