@@ -10,7 +10,9 @@ belongs to one tile, so nothing is counted twice.
 `Loop.pull`.
 
 The sum of the cotangents of a stored array is one array of its size, however many regions read it:
-each adds to what the others have begun.
+each adds to what the others have begun. Where every tile reads its own part of an input, and writes
+the same part of a result (a skip connection), the backward loop puts the input's cotangents where
+it has just read the result's: one array for both.
 
 Known inefficiency: the backward loop holds the residuals of a whole tile, not of a part of it.
 """
@@ -20,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +37,7 @@ from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
 from .._rules.reductions import accumulation_dtype, masked
+from .in_place import are_parts, chosen, places
 from .recompute import (
     Array,
     Arrays,
@@ -42,6 +45,7 @@ from .recompute import (
     Pullback,
     Wanted,
     after,
+    barriers_are_removed,
     environment,
     fill_in,
     like,
@@ -58,6 +62,8 @@ State = tuple[Array, ...]
 Sums = tuple[list[Array], list[Array]]
 """Of cotangents of the wanted inputs, and of the wanted globals."""
 Zeros = Callable[[Sequence[int], Any], Array]
+Put = tuple[Callable[..., Array], Slots]
+"""Write or add, and where."""
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
 
@@ -102,6 +108,8 @@ class Loop:
             self._slots(t.result, _result_windows(t, [self.tiles[v] for v in t.operands]))
             for t in region.targets
         ]
+        self.parted = [are_parts(region, v, self.plan.windows.get(v, {})) for v in region.inputs]
+        self.places = places(region, self.cuts)
         self.rows = table.rows(region.split)
         program = functools.partial(Program, self.plan, run_stage or stage_runner())
         passing = {*select(region.inputs, region.passing)}
@@ -238,16 +246,42 @@ class Loop:
         kept, remembered = kept
         there = [x for x in inputs if x is not None]
         zeros = zeros_after([c for c in cotangents if c is not None], [*there, *globals_])
+        shared = self._shared(cotangents, begun, wanted)
+        put = [
+            (_write, self.result_slots[shared[i]])
+            if i in shared
+            else (_write if self.parted[i] and c is None else _add, self.input_slots[i])
+            for i, c in enumerate(begun)
+        ]
         carry = self.sums(globals_, wanted, len(rows), zeros, begun)
+        place = {i: sum(wanted[0][:i]) for i in shared}
+        for i, k in shared.items():
+            carry[0][place[i]] = cast(Array, cotangents[k])
 
         def body(carry: Sums, xs: Any) -> tuple[Sums, None]:
             row, remembered = list(xs[0]), xs[1]
+            given = list(cotangents)
+            for i, k in shared.items():
+                given[k] = carry[0][place[i]]
             values, pull = self.tile(inputs, globals_, wanted, row)
-            shares = self.cotangent_shares(values, kept, remembered, cotangents, row)
-            return self.added(carry, pull(shares), wanted, row), None
+            shares = self.cotangent_shares(values, kept, remembered, given, row)
+            for k in shared.values():  # read once, before it is written
+                shares[k] = lax.optimization_barrier(shares[k])
+            of_windows, of_globals = pull(shares)
+            for i, k in shared.items():
+                if (cut := self.places[i, k]) is not None:
+                    of_windows[place[i]] = cut(of_windows[place[i]], row)
+            return self.added(carry, (of_windows, of_globals), wanted, row, put), None
 
         sums: Sums = self.layout.scan(body, carry, (rows, remembered))[0]
         return sums
+
+    def _shared(self, cotangents: Cotangents, begun: Cotangents, wanted: Wanted) -> dict[int, int]:
+        """Inputs whose cotangents take the place of a target's, and that target."""
+        if not begun or barriers_are_removed():
+            return {}
+        free = [w and c is None for w, c in zip(wanted[0], begun, strict=True)]
+        return chosen(self.places, [c is not None for c in cotangents], free)
 
     def tile(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted, row: Row
@@ -314,10 +348,16 @@ class Loop:
         totals = [zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, wanted[1])]
         return sums, totals
 
-    def added(self, carry: Sums, pulled: Sums, wanted: Wanted, row: Row) -> Sums:
+    def added(
+        self, carry: Sums, pulled: Sums, wanted: Wanted, row: Row, put: Sequence[Put] = ()
+    ) -> Sums:
+        """The sums with one more tile; `put`: how each input's cotangents are put into place."""
         (sums, totals), (from_windows, from_globals) = carry, pulled
-        slots = select(self.input_slots, wanted[0])
-        sums = [_add(s, g, slot, row) for s, g, slot in zip(sums, from_windows, slots, strict=True)]
+        put = select(put or [(_add, slots) for slots in self.input_slots], wanted[0])
+        sums = [
+            put_in(s, g, slots, row)
+            for (put_in, slots), s, g in zip(put, sums, from_windows, strict=True)
+        ]
         totals = [
             lax.add(t, lax.convert_element_type(g, t.dtype))
             for t, g in zip(totals, from_globals, strict=True)

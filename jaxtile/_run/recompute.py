@@ -264,7 +264,7 @@ def with_passing(region: Region | Group, inputs: Arrays, globals_: Arrays) -> Ar
 
 def _settled(arrays: Arrays) -> Arrays:
     """The same arrays; the compiler cannot make what computes them part of what reads them."""
-    return arrays if _barriers_are_removed() else lax.optimization_barrier(list(arrays))
+    return arrays if barriers_are_removed() else lax.optimization_barrier(list(arrays))
 
 
 def evaluate(
@@ -305,14 +305,14 @@ def after(tree: Any, arrays: Sequence[Array]) -> Any:
     """The same values, but only once these arrays exist; the compiler cannot tell that they are the
     same, so it computes again what was computed from them.
     """
-    if _barriers_are_removed():
+    if barriers_are_removed():
         zero = _zero_of(arrays, jax.tree.leaves(tree))
         return tree if zero is None else jax.tree.map(lambda x: _minus(x, zero), tree)
     tree, _ = lax.optimization_barrier((tree, list(arrays)))
     return tree
 
 
-def _barriers_are_removed() -> bool:
+def barriers_are_removed() -> bool:
     """Before jax 0.12, XLA drops optimization barriers on a CPU."""
     return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
 
@@ -358,7 +358,7 @@ def to_host(x: Array) -> Array:
 def fetch(x: Array, cotangents: Sequence[Array | None]) -> Array:
     """A copy in device memory, made only once the cotangents exist."""
     given = [c for c in cotangents if c is not None]
-    if _barriers_are_removed():  # a CPU has one memory: there is nothing to wait for
+    if barriers_are_removed():  # a CPU has one memory: there is nothing to wait for
         return after(jax.device_put(x, jax.memory.Space.Device), given)
     return jax.device_put(after(x, given), jax.memory.Space.Device)
 

@@ -1,0 +1,96 @@
+"""Cotangents of an input in the place of the result's: exact, and one array less."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+from jaxtile._run import loop
+from jaxtile._run.recompute import barriers_are_removed
+from jaxtile.policy import Choice
+
+from .support import assert_close, conv, normal
+
+
+def network(params, x):
+    """Blocks with a skip connection around a wide kernel; their ends have names."""
+    first, *blocks, last = params
+    x = checkpoint_name(conv(x, first), "begin")
+    for k, kernel in enumerate(blocks):
+        y = jax.nn.softplus(checkpoint_name(conv(x, kernel), f"inner{k}"))
+        y = y - y.mean((1, 2), keepdims=True)
+        x = checkpoint_name(x + y, f"block{k}")
+    return jnp.mean(jnp.sin(conv(x, last)) ** 2)
+
+
+def arguments(height=8, width=12, channels=3):
+    params = [normal(0, 1, 1, 2, channels)]
+    params += [normal(k, 3, 3, channels, channels) for k in (1, 2)]
+    params += [normal(3, 1, 1, channels, 2)]
+    return params, normal(4, 2, height, width, 2)
+
+
+class Blocks:
+    """The ends of all blocks in one state, what they read kept, all on one grid."""
+
+    def __init__(self, grid, state):
+        self.base = Choice(grid)
+        self.ends = self.base._replace(**({state: True} if state else {}))
+
+    def choose(self, outline):
+        names = [p.name for p in outline.parts]
+        ends = {name: self.ends for name in names if name.startswith("block")}
+        others = [name for name in names if name.startswith("inner")]
+        return {**ends, **dict.fromkeys(["begin", *others, ...], self.base)}
+
+
+@pytest.mark.parametrize(
+    ("state", "grid", "shared"),
+    [
+        (None, (2, 4), True),
+        ("passing", (2, 4), True),
+        ("restored", (2, 4), True),
+        ("passing", (8, 12), True),
+        (None, (1, 1), True),
+        ("passing", (3, 4), False),
+    ],
+)
+def test_gradients_and_where_they_lie(state, grid, shared, monkeypatch):
+    """Where all tiles are of one size, the cotangents of a skip connection share an array."""
+    monkeypatch.setattr(loop, "barriers_are_removed", lambda: False)
+    found = []
+
+    def chosen(places, *args):
+        found.append(real(places, *args))
+        return found[-1]
+
+    real = loop.chosen
+    monkeypatch.setattr(loop, "chosen", chosen)
+    args = arguments()
+    tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), policy=Blocks(grid, state))
+    expected = jax.jit(jax.value_and_grad(network, argnums=(0, 1)))(*args)
+    assert_close(jax.jit(jax.value_and_grad(tiled, argnums=(0, 1)))(*args), expected)
+    assert any(found) == shared
+
+
+@pytest.mark.skipif(barriers_are_removed(), reason="XLA drops barriers on a CPU before jax 0.12")
+def test_one_array_less():
+    """The ends of blocks are never kept, so at the peak there are their cotangents only."""
+    args = jax.eval_shape(functools.partial(arguments, 64, 64, 16))
+    policy = Blocks((4, 4), "passing")
+
+    def temporaries():
+        tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), policy=policy)
+        lowered = jax.jit(jax.grad(tiled)).lower(*args)
+        return jaxtile.compiled_bytes(lowered).temporaries
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "barriers_are_removed", lambda: True)
+        apart = temporaries()
+    wide = 2 * 64 * 64 * 16 * 8
+    assert temporaries() <= apart - 0.9 * wide
