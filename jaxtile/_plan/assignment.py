@@ -17,11 +17,13 @@ region begins at whole arrays and ends at one, or at reductions (a norm's statis
 
 Time. Forwards, each region computes what is inside it. Backwards it computes the same again, and
 before that the passing arrays that it reads, from what is there; then come the gradients of what is
-inside. Regions that restore something run forwards once more. Work in tiles includes the halo, and
-no operation is shorter than the time to start it.
+inside. Regions that restore something run forwards once more. Work in tiles includes the halo, no
+operation is shorter than the time to start it, and what a loop reads of whole arrays and writes to
+them it copies.
 
 Memory. While a region is differentiated there are all kept arrays before it, the whole cotangents
-of what it computes and reads and of everything that spans it, and what one of its tiles holds.
+of what it computes and reads and of everything that spans it, and what one of its tiles holds. A
+loop that reads an input at the positions that it computes needs one array for both cotangents.
 
 Limits: an estimate ranks schedules, and the compiler has the last word (`search`).
 """
@@ -134,6 +136,7 @@ class Assignments:
         self.asked = [_bits([*self.inputs[k], *self.awaits[k]]) for k in range(self.n)]
         self.joints = self._joints()
         self._costs: dict[Any, Cost] = {}
+        self._beside: dict[tuple[tuple[int, ...], int], list[int]] = {}
         self._segments: dict[Any, Segment] = {}
         self._reached: dict[tuple[int, ...], list[tuple[int, int, int, Reach]]] = {}
 
@@ -171,10 +174,9 @@ class Assignments:
             for k in range(self.n)
         ]
 
-    def _joints(self) -> dict[int, int]:
+    def narrows(self) -> dict[int, int]:
         """Results that are read later, while nothing else that was made before them is; and where,
-        in `parts`, the next operations begin. Reductions belong to what they follow, so they must
-        be before that.
+        in `parts`, the next operations begin.
         """
         last = list(range(self.n))
         for k in self.parts:
@@ -184,11 +186,18 @@ class Assignments:
         reach = -1
         for at, k in enumerate(self.parts):
             if self.tiled[k] and self.held[k] > 0 and reach <= k < last[k]:
-                later = [n for n in range(at + 1, len(self.parts)) if self.tiled[self.parts[n]]]
-                if later and not self._followed(k, self.parts[later[0] :]):
-                    found[k] = later[0]
+                later = (n for n in range(at + 1, len(self.parts)) if self.tiled[self.parts[n]])
+                if (after := next(later, None)) is not None:
+                    found[k] = after
             reach = max(reach, last[k])
         return found
+
+    def _joints(self) -> dict[int, int]:
+        """Narrows with which a segment can end: reductions belong to what they follow, so they must
+        be before its end.
+        """
+        narrows = self.narrows().items()
+        return {k: after for k, after in narrows if not self._followed(k, self.parts[after:])}
 
     def _followed(self, k: int, later: Sequence[int]) -> bool:
         """Are there reductions of a result, or of what is computed from it position by position?"""
@@ -214,7 +223,7 @@ class Assignments:
                 joint,
             )
             if key not in self._segments:
-                self._segments[key] = self._segment(joint, own, given)
+                self._segments[key] = self.segment(joint, own, given)
             found = self._segments[key]
             seconds += found.seconds
             needs += [kept + n for n in found.needs]
@@ -232,7 +241,8 @@ class Assignments:
         if self.parts[start:]:
             yield joint, self.parts[start:]
 
-    def _segment(self, joint: int | None, own: list[int], given: Assignment) -> Segment:
+    def segment(self, joint: int | None, own: Sequence[int], given: Assignment) -> Segment:
+        """What operations cost that begin at a kept result, and end at one."""
         states = list(given.states)
         for k in own:
             if k not in self.whole:
@@ -402,11 +412,20 @@ class Assignments:
                 if not self.reduces[k] and not (unread and self.held[k] <= self.bytes[k]):
                     times.append(forward)
             seconds += sum(times) * tiles
+        if tiles > 1:
+            seconds += self._moved(region, tiled_forward)
         tile = sum(share[k] * self.held[k] for k in region.own if k != region.end)
         tile += sum(share[k] * self.bytes[k] for k in passing)
         tile += 2 * max(share[k] * self.bytes[k] for k in everything)
         inner = [self.held[k] * (share[k] if tiled_forward else 1.0) for k in region.own]
         return Cost(seconds, max(inner), tile)
+
+    def _moved(self, region: Region, tiled_forward: bool) -> float:
+        """Seconds to copy windows out of whole arrays, and tiles into them."""
+        read = sum(self.bytes[i] for i in region.reads if i not in region.before)
+        made = self.bytes[region.end]
+        cotangents = sum(self.cotangent[i] for i in region.reads) + self.cotangent[region.end]
+        return 2 * (read + cotangents + tiled_forward * (read + made)) / self.costs.bandwidth
 
     def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
         """Per operation, the share of its positions that a tile computes: from the last to the
@@ -465,8 +484,38 @@ class Assignments:
             result = self.bytes[end] if states[end] != INSIDE else 0.0
             forward = passing[end - begin] + result + cost.forward
             backward = cotangents[end - begin] + region.restored + cost.backward
+            if self._shares_cotangents(region, last):
+                backward -= self.cotangent[end]
             needs.append(kept[end - begin] + max(backward, forward))
         return needs
+
+    def _shares_cotangents(self, region: Region, last: Mapping[int, int]) -> bool:
+        """Do the cotangents of an input take the place of the result's?"""
+        end, grid = region.end, region.mode.grid
+        if not isinstance(grid, tuple):
+            return False
+        lengths, reads = self.outline.parts[end].lengths, self._parallel(region.own, end)
+        return all(n % g == 0 for n, g in zip(lengths, grid, strict=True)) and any(
+            last[i] == end and self.cotangent[i] == self.cotangent[end] for i in reads
+        )
+
+    def _parallel(self, own: tuple[int, ...], end: int) -> list[int]:
+        """What operations read of other regions at those positions only that they compute."""
+        if (own, end) not in self._beside:
+            beside, inside = dict.fromkeys(own, True), set(own)
+            found: dict[int, bool] = {}
+            for k in reversed(own):
+                for i, line in self.reads[k]:
+                    same = beside[k] and all(d.scale == 1 and not d.halo for d in line)
+                    seen = beside if i in inside else found
+                    seen[i] = seen.get(i, True) and same
+            whole = self.outline.parts[end].operation.output.shape
+            self._beside[own, end] = [
+                i
+                for i, same in found.items()
+                if same and self.outline.parts[i].operation.output.shape == whole
+            ]
+        return self._beside[own, end]
 
 
 def _bits(numbers: Iterable[int]) -> int:

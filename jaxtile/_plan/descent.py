@@ -20,7 +20,7 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -45,6 +45,8 @@ class Found:
     needs: np.ndarray
     peak: float
     assignment: Assignment
+    kept: float = 0.0
+    """Bytes that stay, if it is of a span."""
 
     def excess(self, allowed: float) -> float:
         """Bytes beyond an allowance, of all regions together."""
@@ -72,17 +74,29 @@ class Walk:
         return min(fits, key=lambda f: f.seconds, default=None)
 
 
-class Descent:
-    """Assignments of an outline for any allowance of memory."""
+class Span(NamedTuple):
+    """Operations between two results that nothing else spans, and that are kept."""
 
-    def __init__(self, costs: Assignments, grids: Sequence[tuple[int, ...]]):
-        self.costs = costs
+    begin: int | None
+    """The first of them; None: the network begins here."""
+    own: Sequence[int]
+    end: int | None
+
+
+class Descent:
+    """Assignments of an outline, or of a span of it, for any allowance of memory."""
+
+    def __init__(
+        self, costs: Assignments, grids: Sequence[tuple[int, ...]], span: Span | None = None
+    ):
+        self.costs, self.span = costs, span or Span(None, costs.parts, None)
+        self.is_part = span is not None
         outline = costs.outline
         self.once = (1,) * outline.rank
         self.modes = [Mode(None), Mode("whole"), Mode(self.once)]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
-        self.groups = list(_groups(costs).values())
-        self.zones = list(_zones(costs))
+        self.groups = list(_groups(costs, self.span).values())
+        self.zones = list(_zones(costs, self.span))
         self.blocks = [b for zone in self.zones for b in _split(zone, costs.joints)]
         self.moves = list(self._decisions(single=False))
         self._begin()
@@ -101,9 +115,10 @@ class Descent:
         """
         begun = [self._look(self._normal(a.states, a.modes)) for a in others]
         begun = [f for f in (*begun, *self._answers) if f.peak <= allowed]
-        for walk in self._walks:
-            walk.to(_BEYOND * allowed)
-            begun += [f for f in (walk.fastest(allowed),) if f is not None]
+        if not begun:
+            for walk in self._walks:
+                walk.to(_BEYOND * allowed)
+                begun += [f for f in (walk.fastest(allowed),) if f is not None]
         if not begun:
             return None
         begun = [self._improved(f, allowed, single=False) for f in dict.fromkeys(begun)]
@@ -119,6 +134,9 @@ class Descent:
         for walk in self._walks:
             walk.to(0)
         return min((f for walk in self._walks for f in walk.seen), key=lambda f: f.peak)
+
+    def seen(self) -> list[Found]:
+        return list(self._seen.values())
 
     def _improved(self, best: Found, allowed: float, single: bool) -> Found:
         """Take every move that is faster and fits, one after the other."""
@@ -215,10 +233,16 @@ class Descent:
 
     def _look(self, assignment: Assignment) -> Found:
         if assignment not in self._seen:
-            estimate = self.costs.estimate(assignment)
-            found = Found(estimate.seconds, estimate.needs, estimate.peak, assignment)
-            self._seen[assignment] = found
+            self._seen[assignment] = self._found(assignment)
         return self._seen[assignment]
+
+    def _found(self, assignment: Assignment) -> Found:
+        if not self.is_part:
+            estimate = self.costs.estimate(assignment)
+            return Found(estimate.seconds, estimate.needs, estimate.peak, assignment)
+        part = self.costs.segment(self.span.begin, self.span.own, assignment)
+        needs = np.array(part.needs)
+        return Found(part.seconds, needs, float(needs.max(initial=0.0)), assignment, part.kept)
 
     def _decisions(self, single: bool) -> Iterator[Move]:
         for group in self.groups:
@@ -251,13 +275,16 @@ class Descent:
         such operations read is kept.
         """
         found, costs, grids = list(states), self.costs, [m.grid for m in modes]
-        for k in costs.parts:
+        for k in self.span.own:
             if grids[k] is None:
                 found[k] = INSIDE
-        for k in costs.parts:
+        for k in self.span.own:
             for i in costs.inputs[k]:
                 if grids[k] != grids[i] and None in (grids[k], grids[i]):
                     found[i] = KEPT
+        for end in (self.span.begin, self.span.end):
+            if end is not None:
+                found[end] = KEPT
         return Assignment(tuple(found), tuple(modes))
 
 
@@ -277,20 +304,22 @@ def _price(slower: float, saved: float) -> float:
     return slower / saved if slower > 0 else slower * saved
 
 
-def _groups(costs: Assignments) -> dict[object, list[int]]:
+def _groups(costs: Assignments, span: Span) -> dict[object, list[int]]:
     """Operations whose results may be whole, by kind and shape."""
     groups: dict[object, list[int]] = {}
-    for k in costs.parts:
+    for k in span.own:
         operation = costs.outline.parts[k].operation
-        if costs.tiled[k] and costs.held[k] > 0:
+        if costs.tiled[k] and costs.held[k] > 0 and k != span.end:
             key = (operation.kind, operation.output.shape, operation.macs, len(costs.inputs[k]))
             groups.setdefault(key, []).append(k)
     return groups
 
 
-def _zones(costs: Assignments) -> Iterator[list[int]]:
+def _zones(costs: Assignments, span: Span) -> Iterator[list[int]]:
     """Neighbouring operations on arrays of one size. Reductions belong to what they follow."""
-    for _, zone in itertools.groupby(range(costs.n), key=_Lengths(costs)):
+    whole = len(span.own) == len(costs.parts)
+    operations = range(costs.n) if whole else range(span.own[0], span.own[-1] + 1)
+    for _, zone in itertools.groupby(operations, key=_Lengths(costs)):
         yield list(zone)
 
 

@@ -38,6 +38,7 @@ from .measuring import step_seconds
 from .model import Model, Stretches
 from .plan import Plan
 from .solver import Solution, Stage, fastest, measured, smallest
+from .spans import Spans
 from .stage import Candidate, PlannedStage
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
@@ -89,6 +90,7 @@ class Search:
         self.tables = self.model.stretches()
         self.others = [_named(self.model, text) for text in portfolio(self.model)]
         self.descent = Descent(Assignments(outline, terms.costs), self.model.grids)
+        self.spans = Spans(self.descent.costs, self.model.grids)
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
         self.fixed = _arguments_and_results(traced(None))
@@ -171,27 +173,21 @@ class Search:
     def _allowance(self) -> float:
         """Bytes of the model at which the compiled program should just fit.
 
-        Compiled bytes are taken to be a line over those of the model: through the two trials that
-        are nearest to the budget, or through one trial and zero. The answer also lies between the
-        largest trial that fits and the smallest that does not.
+        Compiled bytes are taken to be in proportion to those of the model, as in the smallest trial
+        that does not fit, or else in the largest that does. The answer lies between these two.
         """
         wanted = self.budget - self.fixed
         if not self.trials:
             return wanted
         trials = [(c.peak, found.temporaries) for c, found in self.trials.items()]
-        fits = max((x for x, y in trials if y <= wanted), default=0.0)
-        misfits = min((x for x, y in trials if y > wanted and x > fits), default=math.inf)
-        (x, y), *others = sorted(trials, key=lambda trial: abs(trial[1] - wanted))
-        rate = x / max(y, 1)
-        for other_x, other_y in others[:1]:
-            if (x - other_x) * (y - other_y) > 0:
-                rate = (x - other_x) / (y - other_y)
-        right = x + (_AIM * wanted - y) * rate
-        if misfits == math.inf:
-            return max(right, fits)
+        fits = max(((x, y) for x, y in trials if y <= wanted), default=(0.0, 0))
+        misfits = [(x, y) for x, y in trials if y > wanted and x > fits[0]]
+        if not misfits:
+            return max(fits[0] * _AIM * wanted / max(fits[1], 1), fits[0])
+        x, y = min(misfits)
         # Never so near to either end that nothing new is learnt.
-        margin = 0.02 * (misfits - fits)
-        return min(max(right, fits + margin, misfits / 2), misfits - margin)
+        margin = 0.02 * (x - fits[0])
+        return min(max(x * _AIM * wanted / y, fits[0] + margin), x - margin)
 
     def _try(self, candidate: Candidate, as_it_runs: bool = False) -> None:
         """Compile a schedule and note its bytes, unless the function refuses one of its grids."""
@@ -251,8 +247,16 @@ class Search:
         found = [c for c in self.others if c.peak <= allowed]
         begun = []
         if solution is not None:
-            found.insert(0, _solved(self.model, self.tables, solution))
-            begun.append(_as_assignment(self.model, self.tables, solution))
+            candidate = _solved(self.model, self.tables, solution)
+            assignment = _as_assignment(self.model, self.tables, solution)
+            if not any(stage.offloaded for stage in candidate.stages):
+                # Schedules of both kinds are compared by one estimate.
+                seconds = self.descent.costs.estimate(assignment).seconds
+                candidate = dataclasses.replace(candidate, seconds=seconds)
+            found.insert(0, candidate)
+            begun.append(assignment)
+        if (spanned := self.spans.fastest(allowed)) is not None:
+            begun.append(spanned)
         if (assigned := self.descent.fastest(allowed, begun)) is not None:
             found.append(_assigned(self.descent, assigned))
         return found

@@ -42,9 +42,12 @@ class Solution(NamedTuple):
     """The largest number of bytes, by the tables, unrounded."""
 
 
-def fastest(tables: Stretches, budget: float) -> Solution | None:
-    """The fastest solution whose peak is at most `budget`; None: there is none."""
-    slot = _slot(tables)
+def fastest(tables: Stretches, budget: float, whole: float | None = None) -> Solution | None:
+    """The fastest solution whose peak is at most `budget`; None: there is none.
+
+    `whole`: what slots are a part of; by default, all that can be stored.
+    """
+    slot = _slot(tables) if whole is None else whole / (SLOTS // 2)
     n = len(tables.cuts)
     added = np.ceil(tables.added / slot - 1e-9).astype(int)
     room = np.floor((budget - tables.peak) / slot + 1e-9).astype(int)  # largest slot to start from
