@@ -492,7 +492,7 @@ class Assignments:
     def _shares_cotangents(self, region: Region, last: Mapping[int, int]) -> bool:
         """Do the cotangents of an input take the place of the result's?"""
         end, grid = region.end, region.mode.grid
-        if not isinstance(grid, tuple):
+        if not isinstance(grid, tuple) or math.prod(grid) == 1:  # without a loop XLA decides
             return False
         lengths, reads = self.outline.parts[end].lengths, self._parallel(region.own, end)
         return all(n % g == 0 for n, g in zip(lengths, grid, strict=True)) and any(
