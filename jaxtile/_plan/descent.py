@@ -33,7 +33,7 @@ Move = tuple[list[int], bool]
 
 _STEP = 0.9  # of the peak: how far the allowance falls at a time
 _BEYOND = 0.5  # of the allowance: walks go beyond it, and come back with improvements
-_IMPROVED = 3  # assignments that are improved further for one allowance
+_IMPROVED = 2  # assignments that are improved further for one allowance
 _SHAKES = 20  # of each assignment that is improved, and of the best one
 _LOOKS = 1000  # assignments that are looked at meanwhile
 _NEAR = 8  # one part of the network in so many is shaken at a time
@@ -108,14 +108,18 @@ class Descent:
             walk.steps = self._descend(start, walk.seen)
         self._answers: list[Found] = []
 
-    def fastest(self, allowed: float, others: Iterable[Assignment] = ()) -> Found | None:
+    def fastest(
+        self, allowed: float, others: Iterable[Assignment] = (), spanned: Assignment | None = None
+    ) -> Found | None:
         """The fastest assignment that was found to need at most so many bytes.
 
-        `others`: assignments that somebody else found, and that may be improved.
+        `others`: assignments that somebody else found, and that may be improved; `spanned`: one
+        that was put together from spans, which is better than what walks through all lead to.
         """
-        begun = [self._look(self._normal(a.states, a.modes)) for a in others]
+        given = [*others] if spanned is None else [*others, spanned]
+        begun = [self._look(self._normal(a.states, a.modes)) for a in given]
         begun = [f for f in (*begun, *self._answers) if f.peak <= allowed]
-        if not begun:
+        if spanned is None or not begun:
             for walk in self._walks:
                 walk.to(_BEYOND * allowed)
                 begun += [f for f in (walk.fastest(allowed),) if f is not None]

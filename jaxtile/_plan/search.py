@@ -255,9 +255,9 @@ class Search:
                 candidate = dataclasses.replace(candidate, seconds=seconds)
             found.insert(0, candidate)
             begun.append(assignment)
-        if (spanned := self.spans.fastest(allowed)) is not None:
-            begun.append(spanned)
-        if (assigned := self.descent.fastest(allowed, begun)) is not None:
+        if (
+            assigned := self.descent.fastest(allowed, begun, self.spans.fastest(allowed))
+        ) is not None:
             found.append(_assigned(self.descent, assigned))
         return found
 
