@@ -96,6 +96,7 @@ def uninterrupted(tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("run")
     code, text = run(workdir)
     assert code == 0, text
+    (workdir / "printed.txt").write_text(text)
     return workdir
 
 
@@ -120,6 +121,23 @@ def test_a_run(uninterrupted):
     assert len(list((uninterrupted / "checkpoints").glob("[0-9]*"))) == 3
     trained = load_trained(uninterrupted)
     assert trained.step == summary["best"]["step"]
+
+
+def test_what_is_done_before_the_first_step_is_said(uninterrupted):
+    lines = (uninterrupted / "printed.txt").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("step "))
+    begun = [line.split("  ")[-1] for line in lines[:first] if " s  " in line]
+    assert list(dict.fromkeys(what.split(" (")[0] for what in begun)) == [
+        "finding devices",
+        "tracing the model",
+        "looking at the data",
+        "making weights, or restoring them",
+        "compiling the step",
+        "compiling the evaluation",
+        "placing the weights",
+        "drawing the first batch",
+        "the first step",
+    ]
 
 
 def test_a_finished_run_is_left_alone(uninterrupted):
@@ -180,7 +198,9 @@ def test_a_signal_while_compiling_stops_at_once(tmp_path):
     """A large network, optimised, takes long."""
     number = signal.SIGINT
     process = launch(tmp_path, "--config.model.depth=4", "--config.data.size=256", optimised=True)
-    assert process.stdout.readline().startswith("unet, ")
+    for line in process.stdout:
+        if "compiling the step" in line:
+            break
     process.send_signal(number)
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + number, text

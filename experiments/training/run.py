@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from .. import data
 from ..devices.hosts import Devices
 from ..program.config import ConfigError
+from ..program.progress import Now
 from .evaluation import Evaluation
 from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
@@ -28,13 +29,16 @@ class Run:
       record: what is saved beside the state, the best evaluation so far.
     """
 
-    def __init__(self, config: ConfigDict, workdir: Workdir, devices: Devices):
+    def __init__(self, config: ConfigDict, workdir: Workdir, devices: Devices, now: Now):
         self.config, self.workdir, self.devices = config, workdir, devices
+        now("tracing the model")
         self.task = Task(config)
+        now("looking at the data")
         self.train_set, self.eval_set = examined_data(self.task, workdir.path, devices)
         optimiser, self.learning_rate = make_optimiser(config)
         shapes = batch_shapes(self.train_set, config.train.batch_size)
         self.step = Step(self.task, optimiser, shapes, devices)
+        now("making weights, or restoring them")
         self.saved = Saved(workdir.path, config.checkpoint.keep, devices)
         self.done, self.state, self.record = self.saved.restore(self.step)
         self.total = config.train.steps
@@ -43,12 +47,14 @@ class Run:
                 f"`train.steps` (={self.total}) is less than the {self.done} steps done already"
             )
 
-    def compile(self) -> None:
+    def compile(self, now: Now) -> None:
         """Choose the policy, and compile a step and an evaluation."""
         with Refusal(), OutOfMemory(self.step):
             plan = self.workdir.path / "plan.json"
-            self.policy = choose_policy(self.step, self.config.policy, plan)
+            self.policy = choose_policy(self.step, self.config.policy, plan, now)
+            now("compiling the step")
             self.program = Program(self.step, self.policy)
+            now("compiling the evaluation")
             self.evaluation = Evaluation(self.step, self.eval_set, self.program.bytes)
         seconds = self.program.compile_seconds + self.evaluation.compile_seconds
         print(
@@ -57,8 +63,9 @@ class Run:
             flush=True,
         )
 
-    def take_up(self) -> None:
+    def take_up(self, now: Now) -> None:
         """Place the state on the devices, and bring the folder to where the state is."""
+        now("placing the weights")
         self.state = self.devices.everywhere(self.state)
         self.workdir.adopt(self.config)
         every = self.config.eval.every
@@ -68,6 +75,7 @@ class Run:
         self.saved.forget_best_after(self.done)
         lost = self.done == self.total and self.done not in evaluated
         if self.devices.from_first(np.array(lost)):
+            now("evaluating, since the last evaluation was lost")
             self.evaluate()  # the summary is about it
 
     def compute(self, batch: data.Batch) -> dict[str, float]:

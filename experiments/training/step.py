@@ -122,7 +122,7 @@ class Step:
         batch = devices.typed(self.batch, replicated=False)
         return self._of(loss, devices.replicated).trace(state, *batch)
 
-    def plan(self, budget: int) -> policies.Plan:
+    def plan(self, budget: int, progress: Callable[[str], None] | None = None) -> policies.Plan:
         """For the whole step on one device: optimiser, gradients and batch included."""
         return policies.plan(
             self.task.loss,
@@ -135,7 +135,7 @@ class Step:
             # fastest of three is chance, and two runs should do the same.
             time_limit=60 if jax.process_count() == 1 else math.inf,
             measure=jax.process_count() == 1 and jax.default_backend() != "cpu",
-            progress=lambda line: print(line, flush=True),
+            progress=progress,
         )
 
     def outline(self) -> jaxtile.policy.Outline:
@@ -179,7 +179,9 @@ def _strong(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
-def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
+def choose_policy(
+    step: Step, text: str, file: pathlib.Path, progress: Callable[[str], None] | None = None
+) -> Any:
     """The policy that a config names; for a budget a plan, kept in a file for the next time.
 
     All processes of a run come to the same plan: it depends on the function and the kind of device.
@@ -187,6 +189,8 @@ def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
     if not text.startswith("budget:"):
         return policies.resolve(text)
     budget = policies.parse_bytes(text.removeprefix("budget:"))
+    if progress is not None:
+        progress(f"planning for {format_bytes(budget)}")
     if file.exists():
         try:
             plan = policies.Plan.load(file)
@@ -197,7 +201,7 @@ def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
                 return plan
         except ValueError as error:
             print(f"warning: {error}; planning anew", flush=True)
-    plan = step.plan(budget)
+    plan = step.plan(budget, progress)
     if not step.devices.is_first:
         return plan
     write_atomically(file, json.dumps(plan.as_json(), indent=1) + "\n")

@@ -13,6 +13,7 @@ import jaxtile
 from policies import format_bytes
 
 from ..program.files import write_atomically
+from ..program.progress import Now
 from . import pictures
 from .run import Run
 from .step import Step
@@ -22,11 +23,13 @@ _EXAMPLES = 3  # in the picture of predictions
 _QUALITY = ("loss", "accuracy", "mean_iou", "mean_dice", "iou", "counted")
 
 
-def write(run: Run) -> str:
+def write(run: Run, now: Now) -> str:
     """Write `summary.json`, the pictures and `summary.txt`, which it returns."""
     folder = run.workdir.path
+    now("compiling the plain step, to compare its bytes")
     found = facts(run)
     write_atomically(folder / "summary.json", json.dumps(found, indent=1) + "\n")
+    now("drawing pictures")
     drawn = draw(run)
     text = "\n".join(f"{name:10} {text}" for name, text in rows(run, found, drawn))
     write_atomically(folder / "summary.txt", text + "\n")
