@@ -25,6 +25,7 @@ from .program.ending import Noted, sentences
 from .program.progress import Bar, Now
 from .training import summary
 from .training.checkpoints import CheckpointError
+from .training.feed import Feed
 from .training.instruments import Clock, Profiler, tensorboard
 from .training.out_of_memory import OutOfMemory, Stopped
 from .training.run import Run
@@ -87,13 +88,14 @@ def take_steps(run: Run, now: Now, *, profile: bool) -> int:
         Noted() as signals,
         Profiler(folder / "profile", profile) as profiler,
         data.Batches(run.train_set, size, seed=config.seed, start=run.done) as batches,
+        Feed(batches, run.devices) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):
         while run.done < run.total and not run.devices.any(bool(signals.received)):
             profiler.step()
             clock.begin()
             now(f"{'reading' if config.data.kind == 'folder' else 'drawing'} the first batch")
-            batch = next(batches)
+            batch = next(feed)
             clock.loaded()
             now("the first step")
             values = run.compute(batch)

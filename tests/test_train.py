@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tifffile
 from ml_collections import ConfigDict
+from PIL import Image as pillow
 
 from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError
@@ -470,6 +472,34 @@ def test_a_refused_config_does_not_claim_the_folder(tmp_path):
     assert code == 1
     code, text = run(tmp_path, "--config.train.steps=1", "--config.policy=store_all")
     assert code == 0, text
+
+
+@pytest.mark.slow
+def test_waiting_for_data_is_said(tmp_path, uninterrupted):
+    """A PNG has no windows: 25 megapixels are decoded for the 32 x 32 that a small step takes."""
+    folder, rng = tmp_path / "cells", np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+    for i in range(2):
+        image = rng.integers(0, 255, (5000, 5000), np.uint8)
+        pillow.fromarray(image).save(folder / f"images/{i}.png")
+        pillow.fromarray(image // 128).save(folder / f"masks/{i}.png")
+    more = [f"data.path={folder}", "data.kind=folder", "train.steps=6", "checkpoint.every=3"]
+    more += ["log.every=1", "eval.every=0", "eval.size=32", "data.eval_fraction=0.5"]
+    code, text = run(tmp_path / "run", *(f"--config.{m}" for m in more))
+    assert code == 0, text
+    told = [int(n) for n in re.findall(r"step \d/6 .*?(\d+)% waiting for data", text)]
+    assert len(told) == 5  # the first step does not count
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    share = summary["speed"]["share_waiting_for_data"]
+    assert share > 0.4
+    assert f"{share:.1%} of the time waiting for data" in text
+    lines = [json.loads(line) for line in (tmp_path / "run/timing.jsonl").open()]
+    seconds = [line["steps"] * line["seconds_per_step"] for line in lines]
+    waited = sum(s * line["share_waiting_for_data"] for s, line in zip(seconds, lines, strict=True))
+    assert share == pytest.approx(waited / sum(seconds))
+    fast = json.loads((uninterrupted / "summary.json").read_text())
+    assert fast["speed"]["share_waiting_for_data"] < share
 
 
 @pytest.mark.slow

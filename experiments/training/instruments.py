@@ -62,8 +62,7 @@ class Clock:
             f"{rates['images_per_second']:.3g} images/s  "
             f"{rates['megapixels_per_second']:.3g} Mpixel/s"
         )
-        waiting = rates["share_waiting_for_data"]
-        return text + (f"  {waiting:.0%} waiting for data" if waiting > 0.2 else "")
+        return f"{text}  {rates['share_waiting_for_data']:.0%} waiting for data"
 
     def write(self, step: int) -> None:
         if self.steps:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from .. import data
 from ..devices.hosts import Devices
 from ..program.config import ConfigError
 from ..program.progress import Now
 from .evaluation import Evaluation
+from .feed import Sent
 from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data
@@ -78,13 +78,16 @@ class Run:
             now("evaluating, since the last evaluation was lost")
             self.evaluate()  # the summary is about it
 
-    def compute(self, batch: data.Batch) -> dict[str, float]:
-        """One step of the state; its numbers, which have arrived when this returns."""
-        placed = map(self.devices.placed, (batch.images, batch.labels))
-        self.state, values = self.program.step(self.state, *placed)
-        return {name: float(values[name]) for name in ("finite", "loss", "gradient_norm")}
+    def compute(self, batch: Sent) -> dict[str, float]:
+        """One step of the state; its numbers, which have arrived when this returns. The batch is
+        used up.
+        """
+        self.state, values = self.program.step(self.state, batch.images, batch.labels)
+        found = {name: float(values[name]) for name in ("finite", "loss", "gradient_norm")}
+        batch.delete()
+        return found
 
-    def accept(self, values: dict[str, float], batch: data.Batch) -> dict[str, Any]:
+    def accept(self, values: dict[str, float], batch: Sent) -> dict[str, Any]:
         """Count the step, and write its line of metrics. One that is not finite ends the run."""
         if not values["finite"]:
             self.save()
@@ -119,7 +122,7 @@ class Run:
         return self.done == self.total or bool(every and self.done % every == 0)
 
 
-def _not_finite(done: int, values: dict[str, float], batch: data.Batch, folder: Any) -> str:
+def _not_finite(done: int, values: dict[str, float], batch: Sent, folder: Any) -> str:
     return (
         f"step {done + 1} is not finite: the loss is {values['loss']}, the norm of the gradients "
         f"{values['gradient_norm']}, and the batch was {', '.join(batch.names)}. The weights from "

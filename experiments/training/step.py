@@ -123,20 +123,31 @@ class Step:
         return self._of(loss, devices.replicated).trace(state, *batch)
 
     def plan(self, budget: int, progress: Callable[[str], None] | None = None) -> policies.Plan:
-        """For the whole step on one device: optimiser, gradients and batch included."""
-        return policies.plan(
-            self.task.loss,
-            *self._loss_arguments,
-            in_axes=self.task.in_axes(2),
-            budget=budget,
-            step=self._of,
-            step_args=(self.state, *self.batch),
-            # All processes of a run must come to the same plan, however fast each is. On a CPU the
-            # fastest of three is chance, and two runs should do the same.
-            time_limit=60 if jax.process_count() == 1 else math.inf,
-            measure=jax.process_count() == 1 and jax.default_backend() != "cpu",
-            progress=progress,
-        )
+        """For the whole step on one device: optimiser, gradients and batch included, and the next
+        batch, which is sent while a step runs.
+        """
+        ahead = self.batch_bytes
+        try:
+            return policies.plan(
+                self.task.loss,
+                *self._loss_arguments,
+                in_axes=self.task.in_axes(2),
+                budget=max(1, budget - ahead),
+                step=self._of,
+                step_args=(self.state, *self.batch),
+                # All processes of a run must come to the same plan, however fast each is. On a CPU
+                # the fastest of three is chance, and two runs should do the same.
+                time_limit=60 if jax.process_count() == 1 else math.inf,
+                measure=jax.process_count() == 1 and jax.default_backend() != "cpu",
+                progress=progress,
+            )
+        except policies.BudgetError as error:
+            text = f"beside the next batch, which takes {format_bytes(ahead)}: {error}"
+            raise policies.BudgetError(text, error.smallest + ahead) from error
+
+    @property
+    def batch_bytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in self.batch)
 
     def outline(self) -> jaxtile.policy.Outline:
         axes = self.task.in_axes(2)
@@ -195,7 +206,7 @@ def choose_policy(
         try:
             plan = policies.Plan.load(file)
             outline, device = step.outline(), policies.costs().device
-            wanted = (budget, outline.fingerprint, device)
+            wanted = (budget - step.batch_bytes, outline.fingerprint, device)
             if (plan.budget, plan.fingerprint, plan.device) == wanted:
                 plan.choose(outline)  # an error if it names what is not there
                 return plan

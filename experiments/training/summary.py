@@ -70,10 +70,17 @@ def plain_bytes(step: Step) -> int | None:
 
 
 def speed(workdir: Workdir) -> dict[str, float]:
-    """Medians over the stretches between checkpoints."""
+    """Medians over the stretches between checkpoints; of all steps, the share of their time that
+    they waited for data.
+    """
     lines = workdir.timings()
+    if not lines:
+        return {}
     names = ("seconds_per_step", "images_per_second", "megapixels_per_second")
-    return {name: float(np.median([line[name] for line in lines])) for name in names if lines}
+    found = {name: float(np.median([line[name] for line in lines])) for name in names}
+    seconds = [line["steps"] * line["seconds_per_step"] for line in lines]
+    shares = [line["share_waiting_for_data"] for line in lines]
+    return {**found, "share_waiting_for_data": float(np.average(shares, weights=seconds))}
 
 
 def draw(run: Run) -> list[pathlib.Path]:
@@ -121,7 +128,8 @@ def rows(run: Run, found: dict[str, Any], drawn: list[pathlib.Path]) -> Rows:
     if rates := found["speed"]:
         text = (
             f"{rates['seconds_per_step']:.3g} s a step, {rates['images_per_second']:.3g} "
-            f"images/s, {rates['megapixels_per_second']:.3g} Mpixel/s"
+            f"images/s, {rates['megapixels_per_second']:.3g} Mpixel/s, "
+            f"{rates['share_waiting_for_data']:.1%} of the time waiting for data"
         )
         lines.append(("speed", text))
     if found["skipped_files"]:
