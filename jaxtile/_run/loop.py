@@ -36,6 +36,7 @@ from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
 from .._rules.reductions import accumulation_dtype, masked
 from .recompute import (
+    RECOMPUTED,
     Array,
     Arrays,
     Cotangents,
@@ -242,7 +243,8 @@ class Loop:
 
         def body(carry: Sums, xs: Any) -> tuple[Sums, None]:
             row, remembered = list(xs[0]), xs[1]
-            values, pull = self.tile(inputs, globals_, wanted, row)
+            with jax.named_scope(RECOMPUTED):
+                values, pull = self.tile(inputs, globals_, wanted, row)
             shares = self.cotangent_shares(values, kept, remembered, cotangents, row)
             return self.added(carry, pull(shares), wanted, row), None
 
