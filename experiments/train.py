@@ -34,7 +34,7 @@ from .training.workdir import ReadOnly, Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
-_PROFILE = flags.DEFINE_bool("profile", False, "trace five steps into WORKDIR/profile")
+_PROFILE = flags.DEFINE_bool("profile", False, "trace five steps: where does their time go?")
 _STOPPED = "the same command goes on from the last checkpoint, if any"
 _SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped)
 
@@ -69,7 +69,10 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
             return 0
         run.compile(now)
         run.take_up(now)
-        code = take_steps(run, now, profile=profile)
+        profiler = Profiler(workdir.path / "profile", profile)
+        code = take_steps(run, now, profiler)
+    if told := profiler.report(run.program.step, run.predicted):
+        print(f"profile: {told}\n")
     if code == 0 and devices.is_first:
         with Now(algorithms_chosen) as now:
             text = summary.write(run, now)
@@ -77,7 +80,7 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     return code
 
 
-def take_steps(run: Run, now: Now, *, profile: bool) -> int:
+def take_steps(run: Run, now: Now, profiler: Profiler) -> int:
     """All steps that are left, or those before a signal. Returns the exit code."""
     config, folder = run.config, run.workdir.path
     size = config.train.batch_size
@@ -86,20 +89,20 @@ def take_steps(run: Run, now: Now, *, profile: bool) -> int:
     with (
         OutOfMemory(run.step, run.policy),
         Noted() as signals,
-        Profiler(folder / "profile", profile) as profiler,
+        profiler,
         data.Batches(run.train_set, size, seed=config.seed, start=run.done) as batches,
         Feed(batches, run.devices) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):
         while run.done < run.total and not run.devices.any(bool(signals.received)):
-            profiler.step()
-            clock.begin()
-            now(f"{'reading' if config.data.kind == 'folder' else 'drawing'} the first batch")
-            batch = next(feed)
-            clock.loaded()
-            now("the first step")
-            values = run.compute(batch)
-            clock.end()
+            with profiler.step():
+                clock.begin()
+                now(f"{'reading' if config.data.kind == 'folder' else 'drawing'} the first batch")
+                batch = next(feed)
+                clock.loaded()
+                now("the first step")
+                values = run.compute(batch)
+                clock.end()
             now.close()
             line = run.accept(values, batch)
             boards(line)

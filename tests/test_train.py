@@ -537,4 +537,10 @@ def test_profile_and_boards(tmp_path):
     code, text = run(tmp_path, "--profile", "--config.log.tensorboard", "--config.train.steps=9")
     assert code == 0, text
     assert list(tmp_path.glob("profile/**/*.pb"))
+    told = (tmp_path / "profile/profile.txt").read_text()
+    assert f"profile: {told}" in text
+    assert "of 5 that were traced" in told
+    for region in ("forward", "recomputed", "backward"):
+        assert re.search(rf"^{region} +[0-9.]+ +[0-9.]+% +[0-9.e-]+$", told, re.MULTILINE), told
+    assert re.search(r"^update +[0-9.]+ +[0-9.]+% +-$", told, re.MULTILINE)
     assert list(tmp_path.glob("tensorboard/events*"))

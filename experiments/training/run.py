@@ -8,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from ..devices.hosts import Devices
+from ..measuring.profile import predicted
 from ..program.config import ConfigError
 from ..program.progress import Now
 from .evaluation import Evaluation
@@ -116,6 +117,10 @@ class Run:
         """A checkpoint, after the metrics that lead to it are on the disk."""
         self.workdir.sync()
         self.saved.save(self.done, self.state, self.record)
+
+    def predicted(self) -> dict[str, float]:
+        """Seconds of a step by region, as the planner has them."""
+        return predicted(self.step.outline(), self.policy)
 
     def is_due(self, every: int) -> bool:
         """Of what is done every so many steps, and after the last one; 0: only then."""
