@@ -3,6 +3,7 @@
     python -m experiments.bench --workdir=runs/bench
     python -m experiments.bench --workdir=runs/bench --peers     # PyTorch too, if it is installed
     python -m experiments.bench --workdir=runs/bench --problem=vgg16,4096,bfloat16
+    python -m experiments.bench --workdir=runs/bench --profile   # and where the time of a step goes
 
 The problems are VGG16, ResNet-50 and the U-Net on jaxtile's layers, and two networks that know
 nothing of it: `haiku_resnet50`, if Haiku is installed, and `convnext`, in Linen.
@@ -37,6 +38,7 @@ from .program.files import Lock
 _WORKDIR = workdir_flag()
 _PEERS = flags.DEFINE_bool("peers", False, "PyTorch, plain and with checkpoints per block")
 _PROBLEM = flags.DEFINE_multi_string("problem", [], "as vgg16,4096,bfloat16 or unet,188,float32,1")
+_PROFILE = flags.DEFINE_bool("profile", False, "trace steps of each row: where their time goes")
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
 _LIMIT = flags.DEFINE_integer("limit", 600, "seconds allowed per row")
 
@@ -103,9 +105,13 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
     settings.update(repeats=_REPEATS.value, limit_seconds=_LIMIT.value, compare=False, warmup=2)
 
     def found(cell: Cell) -> Result:
-        if cell not in known:
-            measure = peer if cell.policy in _PEER_ROWS else measured
-            known[cell] = measure(cell, settings, folder)
+        in_torch = cell.policy in _PEER_ROWS
+        if cell not in known or (_PROFILE.value and not in_torch and lacks_profile(known[cell])):
+            known[cell] = (
+                peer(cell, settings, folder)
+                if in_torch
+                else measured(cell, settings, folder, profiled=_PROFILE.value)
+            )
             append(folder / "results.jsonl", known[cell])
             print(f"{cell.name}: {outcome(known[cell])}", file=sys.stderr, flush=True)
         return known[cell]
@@ -121,9 +127,17 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
                 policies = [dataclasses.replace(problem, policy=name) for name in _PEER_ROWS]
                 rows += [found(cell) for cell in policies]
         lines += [*table(problem, rows), ""]
+        for row in rows if _PROFILE.value else ():
+            if "profile" in row.values:
+                title = _TITLES.get(row.cell.policy) or f"jaxtile, {row.cell.policy}"
+                lines += [f"{title}:", "", "```", row.values["profile"], "```", ""]
     text = "\n".join(lines)
     (folder / "bench.md").write_text(text + "\n")
     return text
+
+
+def lacks_profile(result: Result) -> bool:
+    return result.status == "ok" and "profile" not in result.values
 
 
 def baselines(problem: Cell, devices: int) -> Iterator[Cell]:

@@ -10,6 +10,7 @@ because a crash must cost one cell only.
 from __future__ import annotations
 
 import json
+import pathlib
 import statistics
 import sys
 import time
@@ -23,16 +24,23 @@ import jaxtile
 import policies
 
 from .devices.memory import Peak, memory_of_device
-from .measuring import baselines
+from .measuring import baselines, profile
 from .measuring.cells import Cell, check
 from .measuring.problems import Problem, problem
 
+_PROFILED = 3  # steps
 
-def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str, Any]:
-    """Times and bytes of a step: loss and gradients of all weights."""
+
+def measure(
+    cell: Cell, *, warmup: int, repeats: int, compare: bool, profile_into: str = ""
+) -> dict[str, Any]:
+    """Times and bytes of a step: loss and gradients of all weights.
+
+    `profile_into`: a folder to trace some steps into.
+    """
     found = problem(cell.model, cell.shape, jnp.dtype(cell.dtype))
     began = time.perf_counter()
-    loss, arguments, plan = _scheduled(cell, found)
+    loss, arguments, policy = _scheduled(cell, found)
     traced = jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*arguments)
     planned = time.perf_counter() - began
     # What a mesh's devices hold is not estimated yet.
@@ -64,23 +72,25 @@ def measure(cell: Cell, *, warmup: int, repeats: int, compare: bool) -> dict[str
         "flops_per_second": flops / median,
         "loss": float(outputs[0][0]),
         "device": jax.devices()[0].device_kind,
-        "plan": plan,
+        "plan": policy.as_json() if isinstance(policy, policies.Plan) else None,
     }
+    if profile_into:
+        expected = _predicted(cell, found, policy)
+        result["profile"] = _profiled(pathlib.Path(profile_into), compiled, arguments, expected)
     if compare and cell.policy != baselines.PLAIN:
         result["gradient_error"] = _error(found, outputs[1])
     return result
 
 
 def _scheduled(cell: Cell, found: Problem) -> tuple[Any, tuple[Any, ...], Any]:
-    """The loss under the cell's policy, its arguments, and the plan of a budget, as JSON."""
+    """The loss under the cell's policy, its arguments, and that policy; None: it is a baseline."""
     if cell.policy in baselines.NAMES:
         return *baselines.applied(cell.policy, cell.model, found), None
     options = {"tiles": cell.grid()} if cell.tiles else {}
-    plan = None
     if not cell.policy.startswith("budget:"):
         policy = policies.resolve(cell.policy)
     else:
-        policy = plan = policies.plan(
+        policy = policies.plan(
             found.loss,
             *found.arguments,
             in_axes=found.in_axes,
@@ -88,7 +98,27 @@ def _scheduled(cell: Cell, found: Problem) -> tuple[Any, tuple[Any, ...], Any]:
             step=lambda tiled: jax.value_and_grad(tiled, has_aux=True),
         )
     tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=policy, **options)
-    return tiled, found.arguments, plan and plan.as_json()
+    return tiled, found.arguments, policy
+
+
+def _predicted(cell: Cell, found: Problem, policy: Any) -> dict[str, float]:
+    """By region; what `jax.checkpoint` computes again is not predicted."""
+    outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
+    expected = profile.predicted(outline, policy)
+    if policy is None and cell.policy != baselines.PLAIN:
+        del expected["recomputed"]
+    return expected
+
+
+def _profiled(
+    folder: pathlib.Path, compiled: Any, arguments: tuple[Any, ...], expected: dict[str, float]
+) -> str:
+    """Where the time of a few steps went."""
+    with profile.traced(folder) as step:
+        for _ in range(_PROFILED):
+            with step():
+                jax.block_until_ready(compiled(*arguments))
+    return profile.report(folder, compiled, expected)
 
 
 def _error(found: Problem, gradients: Any) -> float | None:

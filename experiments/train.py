@@ -22,18 +22,19 @@ from .images import ImageError
 from .program.command import config_flag, start, workdir_flag
 from .program.config import ConfigError, check
 from .program.ending import Noted, sentences
-from .program.progress import Bar
+from .program.progress import Bar, Now
 from .training import summary
 from .training.checkpoints import CheckpointError
+from .training.feed import Feed
 from .training.instruments import Clock, Profiler, tensorboard
 from .training.out_of_memory import OutOfMemory, Stopped
 from .training.run import Run
-from .training.setup import make_repeatable
+from .training.setup import algorithms_chosen, make_repeatable
 from .training.workdir import ReadOnly, Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
-_PROFILE = flags.DEFINE_bool("profile", False, "trace five steps into WORKDIR/profile")
+_PROFILE = flags.DEFINE_bool("profile", False, "trace five steps: where does their time go?")
 _STOPPED = "the same command goes on from the last checkpoint, if any"
 _SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped)
 
@@ -53,25 +54,33 @@ def main(argv: list[str]) -> None:
 def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     """Run to the end, or to a signal. Returns the exit code."""
     check(config)
-    devices = find_devices(config.mesh)
-    devices.check_alike(config.to_json())
-    workdir = Workdir(path) if devices.is_first else ReadOnly(path)
-    workdir.check(config)
-    make_repeatable(workdir.path, config.deterministic)
-    run = Run(config, workdir, devices)
-    finished = workdir.path / "summary.txt"
-    if run.done == run.total and finished.exists():
-        print(f"the run is complete:\n{finished.read_text()}", end="", flush=True)
-        return 0
-    run.compile()
-    run.take_up()
-    code = take_steps(run, profile=profile)
+    with Now(algorithms_chosen) as now:
+        now("finding devices")
+        devices = find_devices(config.mesh)
+        devices.check_alike(config.to_json())
+        workdir = Workdir(path) if devices.is_first else ReadOnly(path)
+        workdir.check(config)
+        make_repeatable(workdir.path, config.deterministic)
+        run = Run(config, workdir, devices, now)
+        finished = workdir.path / "summary.txt"
+        if run.done == run.total and finished.exists():
+            now.close()
+            print(f"the run is complete:\n{finished.read_text()}", end="", flush=True)
+            return 0
+        run.compile(now)
+        run.take_up(now)
+        profiler = Profiler(workdir.path / "profile", profile)
+        code = take_steps(run, now, profiler)
+    if told := profiler.report(run.program.step, run.predicted):
+        print(f"profile: {told}\n")
     if code == 0 and devices.is_first:
-        print(summary.write(run))
+        with Now(algorithms_chosen) as now:
+            text = summary.write(run, now)
+        print(text)
     return code
 
 
-def take_steps(run: Run, *, profile: bool) -> int:
+def take_steps(run: Run, now: Now, profiler: Profiler) -> int:
     """All steps that are left, or those before a signal. Returns the exit code."""
     config, folder = run.config, run.workdir.path
     size = config.train.batch_size
@@ -80,17 +89,21 @@ def take_steps(run: Run, *, profile: bool) -> int:
     with (
         OutOfMemory(run.step, run.policy),
         Noted() as signals,
-        Profiler(folder / "profile", profile) as profiler,
+        profiler,
         data.Batches(run.train_set, size, seed=config.seed, start=run.done) as batches,
+        Feed(batches, run.devices) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):
         while run.done < run.total and not run.devices.any(bool(signals.received)):
-            profiler.step()
-            clock.begin()
-            batch = next(batches)
-            clock.loaded()
-            values = run.compute(batch)
-            clock.end()
+            with profiler.step():
+                clock.begin()
+                now(f"{'reading' if config.data.kind == 'folder' else 'drawing'} the first batch")
+                batch = next(feed)
+                clock.loaded()
+                now("the first step")
+                values = run.compute(batch)
+                clock.end()
+            now.close()
             line = run.accept(values, batch)
             boards(line)
             bar.advance(f"loss {line['loss']:.4g}  {clock.text()}  {run.program.memory_text()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -300,3 +301,19 @@ def test_alike_layers_that_differ():
     for states in ("k", "p", "r"):
         step = jax.jit(jax.value_and_grad(tiled(Results((3, 2), states), fun), (0, 1)))
         assert_close(step(*args), want)
+
+
+@pytest.mark.parametrize("grid", [(3, 2), "whole"])
+@pytest.mark.parametrize("states", ["p", "r"])
+def test_what_is_computed_again_has_a_name(grid, states):
+    """Profiles tell it from the rest of the backward pass by that."""
+    step = jax.jit(jax.grad(tiled(Results(grid, states))))
+    text = step.lower(*arguments(layers=3)).compile().as_text()
+    paths = set(re.findall(r'op_name="([^"]*/conv_general_dilated)"', text))
+    backward = {path for path in paths if "transpose(" in path}
+    after = {path: path.partition("rematted_computation")[2] for path in backward}
+    again = {path for path, rest in after.items() if rest and "transpose(" not in rest}
+    assert again
+    assert backward - again
+    assert all(path.count("transpose(") > 1 for path in backward - again)
+    assert not any("rematted_computation" in path for path in paths - backward)

@@ -19,7 +19,7 @@ PROBLEM = "alexnet,67,float32,8"
 @pytest.mark.slow
 def test_table_of_one_problem(tmp_path):
     arguments = ["experiments.bench", f"--workdir={tmp_path}", f"--problem={PROBLEM}"]
-    done = run(*arguments, "--repeats=1")
+    done = run(*arguments, "--repeats=1", "--profile")
     assert done.returncode == 0, done.stderr[-2000:]
     text = (tmp_path / "bench.md").read_text()
     assert text.strip() in done.stdout
@@ -32,12 +32,15 @@ def test_table_of_one_problem(tmp_path):
         "jaxtile, everything stored",
     ]
     assert len(lines) == 8
+    measured = [line for line in lines[1:] if "does not fit" not in line]
+    assert text.count("\nregion ") == text.count("\nkernel ") == len(measured)
+    assert [w in text for w in ("\nforward ", "\nrecomputed ", "\nbackward ")] == [True] * 3
     # The budgets are kept, or it says that they cannot be.
     for line, fraction in zip(lines[5:], (0.5, 0.25, 0.125), strict=True):
         cells = [c.strip() for c in line.strip("|").split("|")]
         assert cells[1] == "does not fit" or float(cells[4]) <= fraction + 0.01, line
     results = pathlib.Path(tmp_path / "results.jsonl").read_text()
-    again = run(*arguments, "--repeats=1")
+    again = run(*arguments, "--repeats=1", "--profile")
     assert again.stdout == done.stdout
     assert pathlib.Path(tmp_path / "results.jsonl").read_text() == results
 

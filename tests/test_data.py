@@ -7,16 +7,20 @@ import time
 import types
 
 import hypothesis
+import jax
 import numpy as np
 import pytest
 import tifffile
 from hypothesis import strategies
 from PIL import Image as pillow
+from scipy import ndimage
 
 from experiments import data
-from experiments.data import DataError, _scan, _synthetic
+from experiments.data import DataError, _scan, _synthetic, _textures
 from experiments.data._scale import as_bytes
+from experiments.devices.hosts import Devices
 from experiments.images import ImageError
+from experiments.training.feed import Feed
 
 
 def load(split="train", label_size=None, seed=0, **changed):
@@ -93,6 +97,46 @@ def test_textures():
     assert [int(label) for _, label in examples] == [0, 1, 2, 3] * 2
     assert all(type(label) is np.int32 for _, label in examples)
     assert all(image.std() > 15 for image, _ in examples)
+
+
+@pytest.mark.parametrize("label", [0, 1, 2, 4])
+def test_a_texture_is_as_its_definition_says(label):
+    """Without its noise: seen through a mean over small windows, which keeps the pattern."""
+    size = (150, 2200)  # more than one window, along both axes
+    image = _textures.draw_texture(generator(7), label, 6, *size, 1)[..., 0].astype(float)
+    rng = generator(7)
+    level, kind = divmod(label, 3)
+    angle = np.pi * (level + rng.uniform(-0.2, 0.2)) / 2
+    period, phases = rng.uniform(9, 14), rng.uniform(0, 2 * np.pi, 2)
+    contrast = rng.uniform(25, 60)
+    y, x = np.mgrid[: size[0], : size[1]]
+    along = np.cos(angle) * x + np.sin(angle) * y
+    across = np.cos(angle) * y - np.sin(angle) * x
+    if kind == 2:
+        table = rng.uniform(-1, 1, (64, 64))
+        cells = np.floor(along * 3 / period), np.floor(across / period)
+        pattern = table[tuple(c.astype(int) % 64 for c in cells)]
+    else:
+        pattern = np.sin(2 * np.pi / period * along + phases[0])
+    if kind == 1:
+        pattern *= np.sin(np.pi / period * across + phases[1])
+    points = 128 + 20 * rng.standard_normal((5, 39), np.float32)
+    light = ndimage.map_coordinates(points, [y / 60, x / 60], order=1)
+    noise = image - np.clip(contrast * pattern + light, 0, 255)
+    inside = (image > 0) & (image < 255)
+    assert abs(noise[inside].mean() + 0.5) < 0.2  # fractions are cut off
+    assert abs(noise[inside].std() - 12) < 0.5
+    for shift in ((0, 1), (1, 0), (60, 0), (0, 2048)):
+        other = noise[shift[0] :, shift[1] :]
+        same = np.corrcoef(other.ravel(), noise[: other.shape[0], : other.shape[1]].ravel())[0, 1]
+        assert abs(same) < 0.05
+
+
+def test_threads_draw_the_same_texture(monkeypatch):
+    drawn = [_textures.draw_texture(generator(), 1, 6, 200, 5000, 3)]
+    monkeypatch.setattr(_textures, "_MANY", 1)
+    drawn += [_textures.draw_texture(generator(), 1, 6, 200, 5000, 3) for _ in range(2)]
+    assert all(np.array_equal(drawn[0], image) for image in drawn[1:])
 
 
 def test_synthetic_images_need_a_size():
@@ -425,6 +469,39 @@ def test_an_error_comes_at_its_step(masks):
         for _ in range(2):
             with pytest.raises(DataError, match=r"4\.png: holds 9 \(256 pixels\)"):
                 next(batches)
+
+
+def test_the_next_batch_is_sent_while_a_step_runs(masks):
+    dataset = load(path=masks, size=(15, 13))
+
+    def on_device() -> int:
+        return sum(x.shape == (2, *dataset.shape) for x in jax.live_arrays())
+
+    with data.Batches(dataset, 2, seed=0) as batches:
+        expected = [next(batches) for _ in range(5)]
+    with data.Batches(dataset, 2, seed=0) as batches, Feed(batches, Devices()) as feed:
+        for batch in expected:
+            sent = next(feed)
+            np.testing.assert_array_equal(sent.images, batch.images)
+            np.testing.assert_array_equal(sent.labels, batch.labels)
+            assert sent.names == batch.names
+            deadline = time.monotonic() + 60
+            while on_device() < 2:  # nobody asks for the second one
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+            sent.delete()
+            assert on_device() == 1
+
+
+def test_an_error_of_the_feed_comes_at_its_step(masks):
+    dataset = load(path=masks)
+    with data.Batches(dataset, 1, seed=0) as batches:
+        names = [next(batches).names for _ in range(3)]
+    (masks / names[2][0]).write_bytes(b"no image any more")
+    with data.Batches(dataset, 1, seed=0) as batches, Feed(batches, Devices()) as feed:
+        assert [next(feed).names for _ in range(2)] == names[:2]
+        with pytest.raises(ImageError, match=names[2][0]):
+            next(feed)
 
 
 def test_closing_ends_the_thread(masks):

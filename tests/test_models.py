@@ -112,6 +112,19 @@ def test_resnet50(name):
     assert_tiled_same(model, *args, axes=((1, 2), None), tiles=tiles, policy=policy)
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_block_of_resnet50_may_start_as_its_shortcut(zero):
+    model = make("resnet50", 5, blocks=(2,), width=2, zero_init_residual=zero)
+    first, second = model.layer1
+    x = normal(1, 2, 9, 7, 2)
+    y = first(x, "first")
+    shortcut = jnp.maximum(first.downsample(x, "shortcut"), 0)
+    assert bool(jnp.allclose(y, shortcut)) == zero
+    assert bool(jnp.allclose(second(y, "second"), y)) == zero
+    gradient = nnx.grad(lambda block: (block(y, "second") ** 2).sum())(second)
+    assert jnp.abs(gradient["conv3"]["norm"]["scale"][...]).min() > 0  # it learns
+
+
 @pytest.mark.slow
 def test_resnet50_of_full_depth():
     """53 batch norms amplify rounding: with only 2 channels, one unit in the last place of the

@@ -111,6 +111,25 @@ def test_nobody_reads_any_more():
     assert process.wait(100) == 128 + signal.SIGPIPE
 
 
+def test_nobody_reads_any_more_and_a_thread_notices_first():
+    body = """
+with Now(quiet=0.05) as now:
+    now("compiling")
+    sys.stdin.readline()
+    time.sleep(0.5)
+    now("reading")
+    print("not reached", file=sys.stderr)
+"""
+    imports = "from experiments.program.progress import Now"
+    process = start(body, before=imports, stdin=subprocess.PIPE)
+    assert "compiling" in process.stdout.readline()
+    process.stdout.close()
+    process.stdin.write("go on\n")
+    process.stdin.flush()
+    assert process.stderr.read() == ""
+    assert process.wait(100) == 128 + signal.SIGPIPE
+
+
 def test_nobody_reads_any_more_is_noted_as_a_signal_is():
     body = """
 with Noted() as noted:

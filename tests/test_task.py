@@ -1,15 +1,20 @@
-"""What training computes: metrics by their definition, in tiles or not; and its progress bar."""
+"""What training computes: metrics by their definition, in tiles or not; how it shows progress."""
 
+import io
+import itertools
 import os
 import pty
+import re
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
 import pytest
 
 from experiments.program.config import ConfigError, base
+from experiments.program.progress import Now
 from experiments.training.task import Counts, Task, metrics
 
 
@@ -107,6 +112,37 @@ def test_a_bar_on_a_terminal():
         "        bar.advance(f'loss {i}')\n"
         "    bar.say('a line [that] stays')\n"
     )
+    seen = on_a_terminal(program)
+    assert "3/3" in seen
+    assert "loss 2" in seen
+    assert "a line [that] stays" in seen
+
+
+def test_what_is_done_now_on_a_terminal():
+    """One live line with its time; what is printed meanwhile stays, and a bar takes its place."""
+    program = (
+        "import time\n"
+        "from experiments.program.progress import Bar, Now\n"
+        "with Now(lambda: '3 [of] 4') as now, Bar('step', 1) as bar:\n"
+        "    now('compiling [a] step')\n"
+        "    print('a warning')\n"
+        "    time.sleep(2.5)\n"
+        "    now('reading')\n"
+        "    bar.advance()\n"
+        "    assert Now.shown is None\n"
+        "    now.close()\n"
+        "    now('too late')\n"
+    )
+    seen = on_a_terminal(program)
+    assert "0 s  compiling [a] step (3 [of] 4)" in seen
+    assert re.search(r"compiling \[a\] step \(\d+ s; 3 \[of\] 4\)", seen)
+    assert "a warning" in seen
+    assert "reading (3 [of] 4)" in seen
+    assert "1/1" in seen
+    assert "too late" not in seen
+
+
+def on_a_terminal(program: str) -> str:
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -116,7 +152,31 @@ def test_a_bar_on_a_terminal():
             seen += part
     except OSError:  # the other end was closed
         pass
-    assert process.wait() == 0
-    assert b"3/3" in seen
-    assert b"loss 2" in seen
-    assert b"a line [that] stays" in seen
+    assert process.wait() == 0, seen.decode()
+    return seen.decode()
+
+
+def test_what_is_done_now_in_a_file():
+    """A line when it begins, and more while it lasts."""
+    file = io.StringIO()
+
+    def lines(word: str) -> list[str]:
+        return [line for line in file.getvalue().splitlines() if word in line]
+
+    def until(word: str, number: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(lines(word)) < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    counted = itertools.count()
+    with Now(lambda: f"{next(counted)} chosen", quiet=0.05, file=file) as now:
+        now("compiling")
+        assert lines("compiling") == ["  0 s  compiling (0 chosen)"]
+        until("compiling", 3)
+        now("reading")
+        before = len(lines("compiling"))
+        until("reading", 3)
+        assert len(lines("compiling")) == before
+    numbers = [int(line.split("(")[1].split()[0]) for line in lines("chosen")]
+    assert numbers == list(range(len(numbers)))

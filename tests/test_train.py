@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import tifffile
 from ml_collections import ConfigDict
+from PIL import Image as pillow
 
 from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError
@@ -96,6 +98,7 @@ def uninterrupted(tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("run")
     code, text = run(workdir)
     assert code == 0, text
+    (workdir / "printed.txt").write_text(text)
     return workdir
 
 
@@ -120,6 +123,23 @@ def test_a_run(uninterrupted):
     assert len(list((uninterrupted / "checkpoints").glob("[0-9]*"))) == 3
     trained = load_trained(uninterrupted)
     assert trained.step == summary["best"]["step"]
+
+
+def test_what_is_done_before_the_first_step_is_said(uninterrupted):
+    lines = (uninterrupted / "printed.txt").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("step "))
+    begun = [line.split("  ")[-1] for line in lines[:first] if " s  " in line]
+    assert list(dict.fromkeys(what.split(" (")[0] for what in begun)) == [
+        "finding devices",
+        "tracing the model",
+        "looking at the data",
+        "making weights, or restoring them",
+        "compiling the step",
+        "compiling the evaluation",
+        "placing the weights",
+        "drawing the first batch",
+        "the first step",
+    ]
 
 
 def test_a_finished_run_is_left_alone(uninterrupted):
@@ -180,7 +200,9 @@ def test_a_signal_while_compiling_stops_at_once(tmp_path):
     """A large network, optimised, takes long."""
     number = signal.SIGINT
     process = launch(tmp_path, "--config.model.depth=4", "--config.data.size=256", optimised=True)
-    assert process.stdout.readline().startswith("unet, ")
+    for line in process.stdout:
+        if "compiling the step" in line:
+            break
     process.send_signal(number)
     text, _ = process.communicate(timeout=100)
     assert process.returncode == 128 + number, text
@@ -453,6 +475,34 @@ def test_a_refused_config_does_not_claim_the_folder(tmp_path):
 
 
 @pytest.mark.slow
+def test_waiting_for_data_is_said(tmp_path, uninterrupted):
+    """A PNG has no windows: 25 megapixels are decoded for the 32 x 32 that a small step takes."""
+    folder, rng = tmp_path / "cells", np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+    for i in range(2):
+        image = rng.integers(0, 255, (5000, 5000), np.uint8)
+        pillow.fromarray(image).save(folder / f"images/{i}.png")
+        pillow.fromarray(image // 128).save(folder / f"masks/{i}.png")
+    more = [f"data.path={folder}", "data.kind=folder", "train.steps=6", "checkpoint.every=3"]
+    more += ["log.every=1", "eval.every=0", "eval.size=32", "data.eval_fraction=0.5"]
+    code, text = run(tmp_path / "run", *(f"--config.{m}" for m in more))
+    assert code == 0, text
+    told = [int(n) for n in re.findall(r"step \d/6 .*?(\d+)% waiting for data", text)]
+    assert len(told) == 5  # the first step does not count
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    share = summary["speed"]["share_waiting_for_data"]
+    assert share > 0.4
+    assert f"{share:.1%} of the time waiting for data" in text
+    lines = [json.loads(line) for line in (tmp_path / "run/timing.jsonl").open()]
+    seconds = [line["steps"] * line["seconds_per_step"] for line in lines]
+    waited = sum(s * line["share_waiting_for_data"] for s, line in zip(seconds, lines, strict=True))
+    assert share == pytest.approx(waited / sum(seconds))
+    fast = json.loads((uninterrupted / "summary.json").read_text())
+    assert fast["speed"]["share_waiting_for_data"] < share
+
+
+@pytest.mark.slow
 def test_a_folder_of_files_with_a_bad_one(tmp_path):
     """Named, and nothing is trained; or skipped and counted."""
     folder, rng = tmp_path / "cells", np.random.default_rng(0)
@@ -487,4 +537,10 @@ def test_profile_and_boards(tmp_path):
     code, text = run(tmp_path, "--profile", "--config.log.tensorboard", "--config.train.steps=9")
     assert code == 0, text
     assert list(tmp_path.glob("profile/**/*.pb"))
+    told = (tmp_path / "profile/profile.txt").read_text()
+    assert f"profile: {told}" in text
+    assert "of 5 that were traced" in told
+    for region in ("forward", "recomputed", "backward"):
+        assert re.search(rf"^{region} +[0-9.]+ +[0-9.]+% +[0-9.e-]+$", told, re.MULTILINE), told
+    assert re.search(r"^update +[0-9.]+ +[0-9.]+% +-$", told, re.MULTILINE)
     assert list(tmp_path.glob("tensorboard/events*"))

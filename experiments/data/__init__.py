@@ -6,9 +6,9 @@
         batch = next(batches)  # what any run with this seed sees at this step
 
 A label is a class (an int32), or a mask: a class for each position (uint8), where 255 does not
-count. `_dataset.py` says what a dataset is, `_synthetic.py` draws, `_listing.py` finds files and
-their labels, `_folder.py` reads windows of them, `_examine.py` and `_scan.py` look at whole files,
-`_scale.py` makes bytes of pixels, `_batches.py` puts examples in order.
+count. `_dataset.py` says what a dataset is, `_synthetic.py` and `_textures.py` draw, `_listing.py`
+finds files and their labels, `_folder.py` reads windows of them, `_examine.py` and `_scan.py` look
+at whole files, `_scale.py` makes bytes of pixels, `_batches.py` puts examples in order.
 """
 
 from __future__ import annotations

@@ -114,7 +114,10 @@ class _Made:
         self.dataset, self.step = batches.dataset, step
         self.seed, self.first = batches.seed, step * batches.batch_size
         size, label_shape = batches.batch_size, batches.dataset.label_shape
-        self.images = np.empty((size, *batches.dataset.shape), np.uint8)
+        # A batch of one image is that image: to copy a gigapixel would take a second.
+        self.images: np.ndarray | None = None
+        if size > 1:
+            self.images = np.empty((size, *batches.dataset.shape), np.uint8)
         self.labels = np.empty((size, *label_shape), np.uint8 if label_shape else np.int32)
         self.futures = [
             pool.submit(self._make, i, batches.index(self.first + i)) for i in range(size)
@@ -123,7 +126,11 @@ class _Made:
     def _make(self, i: int, index: int) -> int:
         """Returns which example it was."""
         rng = np.random.default_rng([self.seed, self.first + i])
-        self.images[i], self.labels[i], index = self.dataset.good_example(index, rng)
+        image, self.labels[i], index = self.dataset.good_example(index, rng)
+        if self.images is None:
+            self.images = image[None]
+        else:
+            self.images[i] = image
         return index
 
     def batch(self) -> Batch:

@@ -4,7 +4,7 @@
 noise, debris that is as bright as cells but smaller, and rings that are as large but hollow. Masks
 are exact. No threshold finds the cells (intersection over union below 0.8); a small U-Net does.
 
-`Textures`: gratings, blobs and streaks, at as many angles as there are classes.
+`Textures`: one of a few kinds for an image, see `_textures.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from ._dataset import Dataset, Geometry
+from ._textures import draw_texture
 
 _AREA_PER_CELL = 64 * 64 * 0.45
 """Pixels: about a quarter of the image is cells."""
-_MOST_DRAWN = 4096
-"""Pixels along a side of a texture before it repeats: drawing takes 0.1 s a megapixel."""
 _MOST_KEPT = 4 * 2**30
 """Bytes of drawn images that are kept for the next epoch, if all of them fit."""
 
@@ -96,18 +95,11 @@ class Textures(_Synthetic):
 
     def _draw(self, index: int) -> tuple[np.ndarray, Any]:
         label = (self.start + index) % self.classes
-        height, width, channels = self.shape
-        drawn = min(height, _MOST_DRAWN), min(width, _MOST_DRAWN)
-        image = draw_texture(self._generator(index), label, self.classes, *drawn, channels)
+        image = draw_texture(self._generator(index), label, self.classes, *self.shape)
         return image, np.int32(label)
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
-        image, label = self._drawn(index)
-        height, width, _ = self.shape
-        if (height, width) == image.shape[:2]:
-            return image, label
-        repeats = (-(-height // image.shape[0]), -(-width // image.shape[1]), 1)
-        return np.tile(image, repeats)[:height, :width], label
+        return self._drawn(index)
 
 
 def draw_cells(
@@ -144,32 +136,6 @@ def draw_cells(
     texture = _smooth(rng, height, width, 10) * 12
     light += 85 + uneven + texture
     return _with_noise(rng, light, channels, 15), mask
-
-
-def draw_texture(
-    rng: np.random.Generator, label: int, classes: int, height: int, width: int, channels: int
-) -> np.ndarray:
-    """Image (H, W, C), uint8: kind `label % 3`, at the angle that `label // 3` says."""
-    level, kind = divmod(label, 3)
-    angles = -(-classes // 3)
-    angle = math.pi * (level + rng.uniform(-0.2, 0.2)) / angles
-    y = np.arange(height, dtype=np.float32)[:, None]
-    x = np.arange(width, dtype=np.float32)[None, :]
-    along = math.cos(angle) * x + math.sin(angle) * y
-    across = math.cos(angle) * y - math.sin(angle) * x
-    period = rng.uniform(9, 14)
-    phases = rng.uniform(0, 2 * math.pi, 2)
-    if kind == 0:
-        pattern = np.sin(2 * math.pi / period * along + phases[0])
-    elif kind == 1:
-        pattern = np.sin(2 * math.pi / period * along + phases[0])
-        pattern *= np.sin(math.pi / period * across + phases[1])
-    else:
-        table = rng.uniform(-1, 1, (64, 64)).astype(np.float32)
-        cells = [np.floor(along / (period / 3)), np.floor(across / period)]
-        pattern = table[tuple(cell.astype(np.int32) % 64 for cell in cells)]
-    light = 128 + rng.uniform(25, 60) * pattern + 20 * _smooth(rng, height, width, 60)
-    return _with_noise(rng, light, channels, 12)
 
 
 def _ellipse(

@@ -27,9 +27,14 @@ def keep_off_devices() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-def measured(cell: Cell, config: ConfigDict, folder: pathlib.Path) -> Result:
-    """The result of a process that measures the cell."""
+def measured(
+    cell: Cell, config: ConfigDict, folder: pathlib.Path, *, profiled: bool = False
+) -> Result:
+    """The result of a process that measures the cell, and traces some steps if that is wanted."""
     settings = {"warmup": config.warmup, "repeats": config.repeats, "compare": config.compare}
+    if profiled:
+        name = re.sub(r"[^\w.]+", "-", cell.name)
+        settings["profile_into"] = str(folder.absolute() / "profile" / name)
     options = {**dataclasses.asdict(cell), "settings": settings}
     found = process("experiments.cell", options, config.limit_seconds, folder)
     return Result(cell, *found, machine())

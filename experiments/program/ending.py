@@ -98,8 +98,7 @@ class Signals:
 
     def _unread(self) -> None:
         """As if there were a signal. The real SIGPIPE comes from sockets too."""
-        if threading.current_thread() is threading.main_thread():
-            signal.getsignal(signal.SIGTERM)(signal.SIGPIPE, None)
+        signal.getsignal(signal.SIGTERM)(signal.SIGPIPE, None)
 
     def _watch(self, reading: int) -> None:
         first = None
@@ -174,6 +173,8 @@ class _Output:
         try:
             yield
         except OSError as error:
+            if threading.current_thread() is not threading.main_thread():
+                return  # the main thread will meet it as well, and can end the program
             # What is left in the buffer would fail again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if error.errno == errno.EPIPE:

@@ -1,13 +1,106 @@
-"""Progress of a long run: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a long run: a live line on a terminal, plain lines elsewhere.
+
+`Now` says what is being done before there is anything to count; `Bar` counts.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any, ClassVar, TextIO
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
+
+_QUIET_SECONDS = 8.0  # after which a line says that the same is still going on
+
+
+class Now:
+    """What a program is doing, and for how long.
+
+    Without a terminal it is a line when something begins, and one every few seconds while it lasts:
+    so silence means that the program hangs.
+
+    Args:
+      detail: asked for more whenever a line is shown; it may return an empty text.
+      quiet: seconds between two lines about the same.
+    """
+
+    shown: ClassVar[Now | None] = None
+    """The one whose line is live: there is one such line on a terminal."""
+
+    def __init__(
+        self,
+        detail: Callable[[], str] = lambda: "",
+        *,
+        quiet: float = _QUIET_SECONDS,
+        file: TextIO | None = None,
+    ):
+        self.detail, self.quiet, self.file = detail, quiet, file or sys.stdout
+        self.began = self._since = self._said = time.perf_counter()
+        self._what = ""
+        self._status: Status | None = None
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __call__(self, what: str) -> None:
+        """What is being done from now on; after `close` nothing is said."""
+        if self._over.is_set():
+            return
+        with self._lock:
+            self.hide()
+            self._what, self._since = what, time.perf_counter()
+            if self.file.isatty():
+                console = Console(file=self.file, soft_wrap=True)
+                self._status, Now.shown = Status(escape(self._line()), console=console), self
+                self._status.start()
+            else:
+                self._say()
+
+    def hide(self) -> None:
+        """What was done stays as a line, and the live line ends; nothing else was live."""
+        with self._lock:
+            if self._status is not None:
+                self._status.stop()
+                self._status, Now.shown = None, None
+                self._say()
+
+    def _line(self) -> str:
+        now = time.perf_counter()
+        lasted = [duration(now - self._since)] if now - self._since >= 1 else []
+        more = "; ".join([*lasted, *filter(None, [self.detail()])])
+        return f"{duration(now - self.began):>5}  {self._what}" + (f" ({more})" if more else "")
+
+    def _say(self) -> None:
+        self._said = time.perf_counter()
+        print(self._line(), file=self.file, flush=True)
+
+    def _beat(self) -> None:
+        while not self._over.wait(1 if self.file.isatty() else self._left()):
+            with self._lock:
+                if self._status is not None:
+                    self._status.update(escape(self._line()))
+                elif self._what and not self.file.isatty() and self._left() <= 0.05:
+                    self._say()
+
+    def _left(self) -> float:
+        """Seconds until it has been quiet for too long."""
+        return max(0.05, self._said + self.quiet - time.perf_counter())
+
+    def close(self) -> None:
+        self._over.set()
+        self.hide()
+
+    def __enter__(self) -> Now:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
 
 
 class Bar:
@@ -30,11 +123,13 @@ class Bar:
                 console=Console(file=self.file),
             )
             self._task = self._bar.add_task(what, total=total, completed=start, text="")
-            self._bar.start()
 
     def advance(self, text: str = "", count: int = 1) -> None:
         self.done += count
         if self._bar is not None:
+            if Now.shown is not None:
+                Now.shown.hide()
+            self._bar.start()
             self._bar.update(self._task, completed=self.done, text=text)
         elif self.done % self.every < count or self.done >= self.total:
             self.say(f"{self.what} {self.done}/{self.total}  {text}{self._remaining()}")

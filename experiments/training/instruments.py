@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
+from ..measuring import profile
 from ..program.config import ConfigError
-from ..program.files import naming
+from ..program.files import naming, write_atomically
 from .workdir import Workdir
 
 
@@ -62,8 +63,7 @@ class Clock:
             f"{rates['images_per_second']:.3g} images/s  "
             f"{rates['megapixels_per_second']:.3g} Mpixel/s"
         )
-        waiting = rates["share_waiting_for_data"]
-        return text + (f"  {waiting:.0%} waiting for data" if waiting > 0.2 else "")
+        return f"{text}  {rates['share_waiting_for_data']:.0%} waiting for data"
 
     def write(self, step: int) -> None:
         if self.steps:
@@ -75,20 +75,30 @@ class Profiler:
     """Traces five steps, after two that are not traced."""
 
     def __init__(self, folder: pathlib.Path, wanted: bool):
-        self.folder, self.wanted, self.steps, self.running = folder, wanted, 0, False
+        self.folder, self.wanted, self.steps = folder, wanted, 0
+        self._trace = contextlib.ExitStack()
+        self._step: Callable[[], Any] = contextlib.nullcontext
 
-    def step(self) -> None:
+    def step(self) -> Any:
+        """The context of a step."""
         self.steps += 1
         if self.wanted and self.steps == 3:
-            jax.profiler.start_trace(self.folder)
-            self.running = True
+            self._step = self._trace.enter_context(profile.traced(self.folder))
         if self.steps == 8:
             self._stop()
+        return self._step()
 
     def _stop(self) -> None:
-        if self.running:
-            jax.profiler.stop_trace()
-            self.running = False
+        self._step = contextlib.nullcontext
+        self._trace.close()
+
+    def report(self, compiled: Any, predicted: Callable[[], dict[str, float]]) -> str:
+        """Where the time of the traced steps went; empty if none was."""
+        if not self.wanted or self.steps < 3:
+            return ""
+        text = profile.report(self.folder, compiled, predicted())
+        write_atomically(self.folder / "profile.txt", text + "\n")
+        return text
 
     def __enter__(self) -> Profiler:
         return self

@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from .. import data
 from ..devices.hosts import Devices
+from ..measuring.profile import predicted
 from ..program.config import ConfigError
+from ..program.progress import Now
 from .evaluation import Evaluation
+from .feed import Sent
 from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data
@@ -28,13 +30,16 @@ class Run:
       record: what is saved beside the state, the best evaluation so far.
     """
 
-    def __init__(self, config: ConfigDict, workdir: Workdir, devices: Devices):
+    def __init__(self, config: ConfigDict, workdir: Workdir, devices: Devices, now: Now):
         self.config, self.workdir, self.devices = config, workdir, devices
+        now("tracing the model")
         self.task = Task(config)
+        now("looking at the data")
         self.train_set, self.eval_set = examined_data(self.task, workdir.path, devices)
         optimiser, self.learning_rate = make_optimiser(config)
         shapes = batch_shapes(self.train_set, config.train.batch_size)
         self.step = Step(self.task, optimiser, shapes, devices)
+        now("making weights, or restoring them")
         self.saved = Saved(workdir.path, config.checkpoint.keep, devices)
         self.done, self.state, self.record = self.saved.restore(self.step)
         self.total = config.train.steps
@@ -43,12 +48,14 @@ class Run:
                 f"`train.steps` (={self.total}) is less than the {self.done} steps done already"
             )
 
-    def compile(self) -> None:
+    def compile(self, now: Now) -> None:
         """Choose the policy, and compile a step and an evaluation."""
         with Refusal(), OutOfMemory(self.step):
             plan = self.workdir.path / "plan.json"
-            self.policy = choose_policy(self.step, self.config.policy, plan)
+            self.policy = choose_policy(self.step, self.config.policy, plan, now)
+            now("compiling the step")
             self.program = Program(self.step, self.policy)
+            now("compiling the evaluation")
             self.evaluation = Evaluation(self.step, self.eval_set, self.program.bytes)
         seconds = self.program.compile_seconds + self.evaluation.compile_seconds
         print(
@@ -57,8 +64,9 @@ class Run:
             flush=True,
         )
 
-    def take_up(self) -> None:
+    def take_up(self, now: Now) -> None:
         """Place the state on the devices, and bring the folder to where the state is."""
+        now("placing the weights")
         self.state = self.devices.everywhere(self.state)
         self.workdir.adopt(self.config)
         every = self.config.eval.every
@@ -68,15 +76,19 @@ class Run:
         self.saved.forget_best_after(self.done)
         lost = self.done == self.total and self.done not in evaluated
         if self.devices.from_first(np.array(lost)):
+            now("evaluating, since the last evaluation was lost")
             self.evaluate()  # the summary is about it
 
-    def compute(self, batch: data.Batch) -> dict[str, float]:
-        """One step of the state; its numbers, which have arrived when this returns."""
-        placed = map(self.devices.placed, (batch.images, batch.labels))
-        self.state, values = self.program.step(self.state, *placed)
-        return {name: float(values[name]) for name in ("finite", "loss", "gradient_norm")}
+    def compute(self, batch: Sent) -> dict[str, float]:
+        """One step of the state; its numbers, which have arrived when this returns. The batch is
+        used up.
+        """
+        self.state, values = self.program.step(self.state, batch.images, batch.labels)
+        found = {name: float(values[name]) for name in ("finite", "loss", "gradient_norm")}
+        batch.delete()
+        return found
 
-    def accept(self, values: dict[str, float], batch: data.Batch) -> dict[str, Any]:
+    def accept(self, values: dict[str, float], batch: Sent) -> dict[str, Any]:
         """Count the step, and write its line of metrics. One that is not finite ends the run."""
         if not values["finite"]:
             self.save()
@@ -106,12 +118,16 @@ class Run:
         self.workdir.sync()
         self.saved.save(self.done, self.state, self.record)
 
+    def predicted(self) -> dict[str, float]:
+        """Seconds of a step by region, as the planner has them."""
+        return predicted(self.step.outline(), self.policy)
+
     def is_due(self, every: int) -> bool:
         """Of what is done every so many steps, and after the last one; 0: only then."""
         return self.done == self.total or bool(every and self.done % every == 0)
 
 
-def _not_finite(done: int, values: dict[str, float], batch: data.Batch, folder: Any) -> str:
+def _not_finite(done: int, values: dict[str, float], batch: Sent, folder: Any) -> str:
     return (
         f"step {done + 1} is not finite: the loss is {values['loss']}, the norm of the gradients "
         f"{values['gradient_norm']}, and the batch was {', '.join(batch.names)}. The weights from "

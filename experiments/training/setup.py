@@ -18,6 +18,8 @@ from ..images import ImageError
 from ..program.config import ConfigError
 from .task import Task
 
+_ALGORITHMS = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name for it
+
 
 def examined_data(
     task: Task, folder: pathlib.Path, devices: Devices
@@ -94,6 +96,17 @@ def make_repeatable(folder: pathlib.Path, deterministic: bool) -> None:
         kind += f"-{zlib.crc32(''.join(features).encode()):08x}"
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled" / kind))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def algorithms_chosen() -> str:
+    """How many algorithms a GPU's compiler has chosen; it keeps each in a file as soon as it has
+    tried them. It does not say how many are left.
+    """
+    kept = pathlib.Path(jax.config.jax_compilation_cache_dir or "") / _ALGORITHMS
+    with contextlib.suppress(OSError):
+        if number := len(os.listdir(kept)):
+            return f"{number} algorithms chosen"
+    return ""
 
 
 class Refusal:

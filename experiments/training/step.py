@@ -122,21 +122,32 @@ class Step:
         batch = devices.typed(self.batch, replicated=False)
         return self._of(loss, devices.replicated).trace(state, *batch)
 
-    def plan(self, budget: int) -> policies.Plan:
-        """For the whole step on one device: optimiser, gradients and batch included."""
-        return policies.plan(
-            self.task.loss,
-            *self._loss_arguments,
-            in_axes=self.task.in_axes(2),
-            budget=budget,
-            step=self._of,
-            step_args=(self.state, *self.batch),
-            # All processes of a run must come to the same plan, however fast each is. On a CPU the
-            # fastest of three is chance, and two runs should do the same.
-            time_limit=60 if jax.process_count() == 1 else math.inf,
-            measure=jax.process_count() == 1 and jax.default_backend() != "cpu",
-            progress=lambda line: print(line, flush=True),
-        )
+    def plan(self, budget: int, progress: Callable[[str], None] | None = None) -> policies.Plan:
+        """For the whole step on one device: optimiser, gradients and batch included, and the next
+        batch, which is sent while a step runs.
+        """
+        ahead = self.batch_bytes
+        try:
+            return policies.plan(
+                self.task.loss,
+                *self._loss_arguments,
+                in_axes=self.task.in_axes(2),
+                budget=max(1, budget - ahead),
+                step=self._of,
+                step_args=(self.state, *self.batch),
+                # All processes of a run must come to the same plan, however fast each is. On a CPU
+                # the fastest of three is chance, and two runs should do the same.
+                time_limit=60 if jax.process_count() == 1 else math.inf,
+                measure=jax.process_count() == 1 and jax.default_backend() != "cpu",
+                progress=progress,
+            )
+        except policies.BudgetError as error:
+            text = f"beside the next batch, which takes {format_bytes(ahead)}: {error}"
+            raise policies.BudgetError(text, error.smallest + ahead) from error
+
+    @property
+    def batch_bytes(self) -> int:
+        return sum(x.size * x.dtype.itemsize for x in self.batch)
 
     def outline(self) -> jaxtile.policy.Outline:
         axes = self.task.in_axes(2)
@@ -179,7 +190,9 @@ def _strong(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 
-def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
+def choose_policy(
+    step: Step, text: str, file: pathlib.Path, progress: Callable[[str], None] | None = None
+) -> Any:
     """The policy that a config names; for a budget a plan, kept in a file for the next time.
 
     All processes of a run come to the same plan: it depends on the function and the kind of device.
@@ -187,17 +200,19 @@ def choose_policy(step: Step, text: str, file: pathlib.Path) -> Any:
     if not text.startswith("budget:"):
         return policies.resolve(text)
     budget = policies.parse_bytes(text.removeprefix("budget:"))
+    if progress is not None:
+        progress(f"planning for {format_bytes(budget)}")
     if file.exists():
         try:
             plan = policies.Plan.load(file)
             outline, device = step.outline(), policies.costs().device
-            wanted = (budget, outline.fingerprint, device)
+            wanted = (budget - step.batch_bytes, outline.fingerprint, device)
             if (plan.budget, plan.fingerprint, plan.device) == wanted:
                 plan.choose(outline)  # an error if it names what is not there
                 return plan
         except ValueError as error:
             print(f"warning: {error}; planning anew", flush=True)
-    plan = step.plan(budget)
+    plan = step.plan(budget, progress)
     if not step.devices.is_first:
         return plan
     write_atomically(file, json.dumps(plan.as_json(), indent=1) + "\n")

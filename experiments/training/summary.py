@@ -13,6 +13,7 @@ import jaxtile
 from policies import format_bytes
 
 from ..program.files import write_atomically
+from ..program.progress import Now
 from . import pictures
 from .run import Run
 from .step import Step
@@ -22,11 +23,13 @@ _EXAMPLES = 3  # in the picture of predictions
 _QUALITY = ("loss", "accuracy", "mean_iou", "mean_dice", "iou", "counted")
 
 
-def write(run: Run) -> str:
+def write(run: Run, now: Now) -> str:
     """Write `summary.json`, the pictures and `summary.txt`, which it returns."""
     folder = run.workdir.path
+    now("compiling the plain step, to compare its bytes")
     found = facts(run)
     write_atomically(folder / "summary.json", json.dumps(found, indent=1) + "\n")
+    now("drawing pictures")
     drawn = draw(run)
     text = "\n".join(f"{name:10} {text}" for name, text in rows(run, found, drawn))
     write_atomically(folder / "summary.txt", text + "\n")
@@ -67,10 +70,17 @@ def plain_bytes(step: Step) -> int | None:
 
 
 def speed(workdir: Workdir) -> dict[str, float]:
-    """Medians over the stretches between checkpoints."""
+    """Medians over the stretches between checkpoints; of all steps, the share of their time that
+    they waited for data.
+    """
     lines = workdir.timings()
+    if not lines:
+        return {}
     names = ("seconds_per_step", "images_per_second", "megapixels_per_second")
-    return {name: float(np.median([line[name] for line in lines])) for name in names if lines}
+    found = {name: float(np.median([line[name] for line in lines])) for name in names}
+    seconds = [line["steps"] * line["seconds_per_step"] for line in lines]
+    shares = [line["share_waiting_for_data"] for line in lines]
+    return {**found, "share_waiting_for_data": float(np.average(shares, weights=seconds))}
 
 
 def draw(run: Run) -> list[pathlib.Path]:
@@ -118,7 +128,8 @@ def rows(run: Run, found: dict[str, Any], drawn: list[pathlib.Path]) -> Rows:
     if rates := found["speed"]:
         text = (
             f"{rates['seconds_per_step']:.3g} s a step, {rates['images_per_second']:.3g} "
-            f"images/s, {rates['megapixels_per_second']:.3g} Mpixel/s"
+            f"images/s, {rates['megapixels_per_second']:.3g} Mpixel/s, "
+            f"{rates['share_waiting_for_data']:.1%} of the time waiting for data"
         )
         lines.append(("speed", text))
     if found["skipped_files"]:

@@ -21,7 +21,10 @@ from ..program.config import ConfigError, differences, fields
 from ..program.files import Lock, naming, write_atomically
 
 _METRICS = {"step", "loss"}
-_TIMING = {"step", "seconds_per_step", "images_per_second", "megapixels_per_second"}
+_TIMING = {
+    *("step", "steps", "seconds_per_step", "images_per_second", "megapixels_per_second"),
+    "share_waiting_for_data",
+}
 
 
 class Workdir:

@@ -65,8 +65,8 @@ def plan(
         GPU itself, or look at `jaxtile.memory` there.
       time_limit: seconds after which no better schedule is looked for, once one fits. Processes
         that must come to the same plan need `math.inf`.
-      progress: called with a line of text before and after each compilation; by default they are
-        printed to the standard error.
+      progress: called with a line of text before each search for a schedule, and before and after
+        each compilation; by default they are printed to the standard error.
 
     Raises:
       BudgetError: nothing fits; it says the smallest budget that works.

@@ -166,7 +166,9 @@ class Search:
             full = self.trials[best].total > _FULL * self.budget
             if full or time.perf_counter() > self.began + self.terms.time_limit:
                 return None
-        candidate = self.fastest(self._allowance()) or self.smallest()
+        allowed = self._allowance()
+        self.say(f"plan: looking for a schedule of {format_bytes(self.fixed + allowed)}")
+        candidate = self.fastest(allowed) or self.smallest()
         slower = best is not None and candidate.seconds > (1 - _WORTH) * best.seconds
         return None if slower or candidate in self.trials else candidate
 

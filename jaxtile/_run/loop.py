@@ -39,6 +39,7 @@ from .._rules import Reduction, Windows
 from .._rules.reductions import accumulation_dtype, masked
 from .in_place import are_parts, chosen, places
 from .recompute import (
+    RECOMPUTED,
     Array,
     Arrays,
     Cotangents,
@@ -263,7 +264,8 @@ class Loop:
             given = list(cotangents)
             for i, k in shared.items():
                 given[k] = carry[0][place[i]]
-            values, pull = self.tile(inputs, globals_, wanted, row)
+            with jax.named_scope(RECOMPUTED):
+                values, pull = self.tile(inputs, globals_, wanted, row)
             shares = self.cotangent_shares(values, kept, remembered, given, row)
             for k in shared.values():  # read once, before it is written
                 shares[k] = lax.optimization_barrier(shares[k])

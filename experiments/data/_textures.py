@@ -1,0 +1,173 @@
+"""Textures: gratings, blobs and streaks, at as many angles as there are classes.
+
+A step may want a new gigapixel, so a pixel costs a few operations only. A grating is a sum of
+products of something of the row and something of the column, and so are two gratings across each
+other; the cells of a streak are found in a table; uneven light is linear between points. Noise is
+cut from a table of random numbers, for every window from another place. Windows are as small as a
+core's cache, and threads draw them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+_LIGHT_SCALE = 60  # pixels between points of the uneven light
+_COLUMNS = 2048  # of a window, which has `_LIGHT_SCALE` rows
+_NOISE = np.random.default_rng(0).standard_normal(2**20, np.float32) * np.float32(12)
+_MANY = 2**22  # pixels that are worth threads
+
+Pattern = Callable[[slice, slice], np.ndarray]
+
+
+def draw_texture(
+    rng: np.random.Generator, label: int, classes: int, height: int, width: int, channels: int
+) -> np.ndarray:
+    """Image (H, W, C), uint8: kind `label % 3`, at the angle that `label // 3` says."""
+    level, kind = divmod(label, 3)
+    angle = math.pi * (level + rng.uniform(-0.2, 0.2)) / -(-classes // 3)
+    period, phases = rng.uniform(9, 14), rng.uniform(0, 2 * math.pi, 2)
+    x, y = np.arange(width), np.arange(height)
+    along = Wave(math.cos(angle) * x, math.sin(angle) * y)
+    across = Wave(-math.sin(angle) * x, math.cos(angle) * y)
+    contrast = rng.uniform(25, 60)
+    pattern: Pattern
+    if kind == 2:
+        table = contrast * rng.uniform(-1, 1, 64 * 64)
+        pattern = _streaks(along.times(3 / period), across.times(1 / period), table)
+    else:
+        first = along.times(2 * math.pi / period, phases[0])
+        waves = [(contrast, first.times(1, -math.pi / 2))]
+        if kind == 1:  # sin a sin b is half the difference of two cosines
+            second = across.times(math.pi / period, phases[1])
+            waves = [(contrast / 2, first.minus(second)), (-contrast / 2, first.plus(second))]
+        pattern = _gratings(waves)
+    gains = [1.0] if channels == 1 else rng.uniform(0.8, 1.2, channels).tolist()
+    return _drawn(pattern, _Light(rng, height, width), gains, rng, (height, width))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wave:
+    """A phase that grows evenly: the sum of a column's and a row's."""
+
+    columns: np.ndarray
+    rows: np.ndarray
+
+    def times(self, rate: float, start: float = 0.0) -> Wave:
+        return Wave(rate * self.columns + start, rate * self.rows)
+
+    def plus(self, other: Wave) -> Wave:
+        return Wave(self.columns + other.columns, self.rows + other.rows)
+
+    def minus(self, other: Wave) -> Wave:
+        return self.plus(other.times(-1))
+
+
+def _gratings(waves: list[tuple[float, Wave]]) -> Pattern:
+    """A sum of cosines: cos(x + y) is cos x cos y - sin x sin y."""
+    factors = [
+        (np.float32(sign) * of_row(wave.rows).astype(np.float32)[:, None], column)
+        for height, wave in waves
+        for sign, of_row, of_column in ((1, np.cos, np.cos), (-1, np.sin, np.sin))
+        for column in [(height * of_column(wave.columns)).astype(np.float32)]
+    ]
+
+    def pattern(rows: slice, columns: slice) -> np.ndarray:
+        total, product = None, None
+        for of_row, of_column in factors:
+            product = np.multiply(of_row[rows], of_column[columns], out=product)
+            if total is None:
+                total, product = product, None
+            else:
+                total += product
+        return total
+
+    return pattern
+
+
+def _streaks(long: Wave, short: Wave, values: np.ndarray) -> Pattern:
+    """64 x 64 cells, of sides 1 along both waves, and then the same again.
+
+    Positions are numbers of 32 bits that start anew after 64 cells.
+    """
+    values = values.astype(np.float32)
+
+    def fixed(position: np.ndarray) -> np.ndarray:
+        return (np.floor(position * 2**26).astype(np.int64) % 2**32).astype(np.uint32)
+
+    (a, b), (c, d) = ((fixed(w.columns), fixed(w.rows)[:, None]) for w in (long, short))
+
+    def pattern(rows: slice, columns: slice) -> np.ndarray:
+        cell = a[columns] + b[rows]
+        cell >>= np.uint32(26)
+        cell <<= np.uint32(6)
+        across = c[columns] + d[rows]
+        across >>= np.uint32(26)
+        cell |= across
+        return values[cell]
+
+    return pattern
+
+
+class _Light:
+    """Random values of deviation 20 around 128, at points, and linear between them."""
+
+    def __init__(self, rng: np.random.Generator, height: int, width: int):
+        shape = [math.ceil(n / _LIGHT_SCALE) + 2 for n in (height, width)]
+        values = 20 * rng.standard_normal(shape, np.float32) + 128
+        place = np.arange(width, dtype=np.float32) / np.float32(_LIGHT_SCALE)
+        before = place.astype(np.int32)
+        self.lines = values[:, before] + (place - before) * (
+            values[:, before + 1] - values[:, before]
+        )
+        self.weights = (np.arange(_LIGHT_SCALE, dtype=np.float32) / _LIGHT_SCALE)[:, None]
+
+    def add_to(self, window: np.ndarray, at: int, columns: slice) -> None:
+        """To the rows between the points `at` and the next."""
+        first, second = self.lines[at, columns], self.lines[at + 1, columns]
+        window += first
+        window += self.weights[: len(window)] * (second - first)
+
+
+def _drawn(
+    pattern: Pattern,
+    light: _Light,
+    gains: list[float],
+    rng: np.random.Generator,
+    size: tuple[int, int],
+) -> np.ndarray:
+    image = np.empty((*size, len(gains)), np.uint8)
+    windows = list(_windows(*size))
+    starts = rng.integers(0, _NOISE.size - _LIGHT_SCALE * _COLUMNS, (len(windows), len(gains)))
+
+    def draw(number: int) -> None:
+        at, rows, columns = windows[number]
+        shade = pattern(rows, columns)
+        light.add_to(shade, at, columns)
+        seen = np.empty_like(shade)
+        for channel, (gain, start) in enumerate(zip(gains, starts[number], strict=True)):
+            np.multiply(shade, np.float32(gain), out=seen)
+            seen += _NOISE[start : start + shade.size].reshape(shade.shape)
+            np.clip(seen, 0, 255, out=seen)
+            image[rows, columns, channel] = seen.astype(np.uint8)
+
+    if math.prod(size) < _MANY:
+        for number in range(len(windows)):
+            draw(number)
+    else:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "textures") as pool:
+            list(pool.map(draw, range(len(windows))))
+    return image
+
+
+def _windows(height: int, width: int) -> Iterator[tuple[int, slice, slice]]:
+    """Between which points of the light; rows; columns."""
+    for at, top in enumerate(range(0, height, _LIGHT_SCALE)):
+        for left in range(0, width, _COLUMNS):
+            rows = slice(top, min(top + _LIGHT_SCALE, height))
+            yield at, rows, slice(left, min(left + _COLUMNS, width))

@@ -1,0 +1,101 @@
+"""Where the time of a step goes: real profiles of small steps on this machine."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtile
+import policies
+from experiments.measuring import profile
+
+AXES = (None, (1, 2))
+LAYERS = 3
+
+
+def loss(kernels, image):
+    for kernel in kernels:
+        image = jnp.tanh(
+            jax.lax.conv_general_dilated(
+                image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        )
+    return jnp.mean(image**2)
+
+
+def arguments():
+    """Of 32 bits: XLA makes one kernel of some loops over small arrays of 64 bits."""
+    kernels = [jnp.full((3, 3, 4, 4), 0.1, jnp.float32)] * LAYERS
+    return kernels, jnp.ones((1, 32, 32, 4), jnp.float32)
+
+
+def compiled(policy):
+    fun = loss if policy is None else jaxtile.checkpoint(loss, in_axes=AXES, policy=policy)
+
+    def step(kernels, image):
+        value, gradients = jax.value_and_grad(fun)(kernels, image)
+        return value, [
+            k - 0.1 * jnp.sqrt(g * g + 1) for k, g in zip(kernels, gradients, strict=True)
+        ]
+
+    return jax.jit(step).lower(*arguments()).compile()
+
+
+def traced(program, folder, steps=2):
+    jax.block_until_ready(program(*arguments()))
+    with profile.traced(folder) as step:
+        for _ in range(steps):
+            with step():
+                jax.block_until_ready(program(*arguments()))
+
+
+# How often a convolution runs in a step: of the first layer there is no gradient of the image.
+TIMES = {
+    None: {"forward": LAYERS, "backward": 2 * LAYERS - 1},
+    "recompute_all": {"forward": LAYERS, "recomputed": LAYERS, "backward": 2 * LAYERS - 1},
+    "tiled:2x2": {
+        "forward": 4 * LAYERS,
+        "recomputed": 4 * LAYERS,
+        "backward": 4 * (2 * LAYERS - 1),
+    },
+}
+
+
+@pytest.mark.parametrize("text", list(TIMES))
+def test_convolutions_are_found_in_their_regions(tmp_path, text):
+    policy = None if text is None else policies.resolve(text)
+    program = compiled(policy)
+    traced(program, tmp_path)
+    steps, events = profile.read(tmp_path, program.as_text())
+    assert len(steps) == 2
+    found = collections.Counter(e.region for e in events if "conv" in e.computes)
+    assert {name: count / 2 for name, count in found.items()} == TIMES[text]
+    assert any(e.region == "update" for e in events)
+    assert all(a <= e.start < b for e in events[:1] for a, b in steps[:1])
+
+    outline = jaxtile.policy.outline(loss, *arguments(), in_axes=AXES)
+    expected = profile.predicted(outline, policy)
+    assert expected["forward"] > 0
+    assert expected["backward"] > expected["forward"]
+    assert (expected["recomputed"] > 0) == (text is not None)
+    table = profile.report(tmp_path, program, expected).splitlines()
+    assert "of 2 that were traced" in table[0]
+    row = next(line for line in table if line.startswith("forward"))
+    assert row.split()[-1] == f"{expected['forward'] * 1e3:.4g}"
+    assert any(line.startswith("waiting") for line in table)
+
+
+def test_a_plan_predicts_what_it_takes_beyond_plain():
+    quietly = {"progress": lambda line: None}
+    plan = jaxtile.plan(loss, *arguments(), in_axes=AXES, budget="100kB", **quietly)
+    outline = jaxtile.policy.outline(loss, *arguments(), in_axes=AXES)
+    expected = profile.predicted(outline, plan)
+    assert expected["recomputed"] == plan.seconds - plan.plain_seconds
+    assert sum(expected.values()) == pytest.approx(plan.seconds, rel=0.01)
+
+
+def test_an_empty_profile_is_said(tmp_path):
+    program = compiled(None)
+    traced(program, tmp_path, steps=0)
+    assert "no steps" in profile.report(tmp_path, program, {})
