@@ -12,7 +12,7 @@ import jax
 from . import _derivatives as _derivatives  # enters its rules into the table
 from ._errors import TilingError
 from ._graph.build import Policy, build
-from ._graph.trace import Traced, inside, trace
+from ._graph.trace import Traced, inside, only_arrays, trace
 from ._mesh.devices import Devices, automatic, devices_of
 from ._regions.grid import Grid, GridSpec, Tiles
 from ._regions.regions import Schedule, schedule_of
@@ -30,6 +30,7 @@ class Options:
     policy: Policy | GraphPolicy | None = None
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
     mesh_axes: Sequence[str | None] | None = None
+    static_argnums: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -39,6 +40,7 @@ class Options:
         policy: Policy | GraphPolicy | str | None = None,
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
         mesh_axes: Sequence[str | None] | None = None,
+        static_argnums: int | Sequence[int] = (),
     ) -> Options:
         """As the user says them: a policy may be a name."""
         if isinstance(policy, str):
@@ -48,7 +50,13 @@ class Options:
                 f"`policy` (={policy!r}) must be the name of a policy, a function of "
                 "`jax.checkpoint_policies`, or an object with a method `choose`"
             )
-        return cls(in_axes, tiles, policy, mesh, mesh_axes)
+        numbers = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
+            raise TilingError(
+                f"`static_argnums` (={static_argnums!r}) must be the number of an argument, or a "
+                "tuple of numbers"
+            )
+        return cls(in_axes, tiles, policy, mesh, mesh_axes, tuple(numbers))
 
 
 def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
@@ -58,6 +66,7 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if inside.value:
             return fun(*args, **kwargs)
+        args, kwargs = only_arrays(fun, args, kwargs, options.static_argnums)
         leaves, tree = jax.tree.flatten((args, kwargs))
         out_tree = None
 
@@ -81,7 +90,7 @@ def scheduled(
     fun: Callable[..., Any], args: Any, kwargs: Any, options: Options
 ) -> tuple[Schedule, Traced]:
     """The schedule for these arguments, and the traced function."""
-    traced = trace(fun, args, kwargs, options.in_axes)
+    traced = trace(fun, args, kwargs, options.in_axes, options.static_argnums)
     policy, tiles = options.policy, options.tiles
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
     if not isinstance(policy, GraphPolicy):
