@@ -12,6 +12,7 @@ import jax
 from . import _derivatives as _derivatives  # enters its rules into the table
 from ._errors import TilingError
 from ._graph.build import Policy, build
+from ._graph.static import shown
 from ._graph.trace import Traced, inside, only_arrays, trace
 from ._mesh.devices import Devices, automatic, devices_of
 from ._regions.grid import Grid, GridSpec, Tiles
@@ -77,10 +78,12 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
             out_tree = traced.out_tree
             return execute(schedule, traced.arguments), schedule.specs
 
-        if options.mesh is None:
-            results, _ = run_flat(*leaves)
-        else:
-            results = automatic(run_flat, leaves)
+        def plain(*leaves: Any) -> Any:
+            args, kwargs = shown(jax.tree.unflatten(tree, leaves))
+            with inside(True):
+                return fun(*args, **kwargs)
+
+        results = automatic(run_flat, leaves, plain if options.mesh is None else None)
         return jax.tree.unflatten(out_tree, results)
 
     return run
@@ -97,7 +100,16 @@ def scheduled(
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
         return schedule_of(graph, graph.stored, tiles, traced.rank, devices), traced
     view, values, graph = outlined(traced)
-    stored, chosen = apply(policy.choose(view), values)
+    try:
+        choices = policy.choose(view)
+    except Exception as error:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            error.add_note(
+                "No budget can be planned for inside `jax.shard_map`: make a plan outside, for the "
+                "arrays of one device, with `jaxtile.plan`, and give it as `policy`."
+            )
+        raise
+    stored, chosen = apply(choices, values)
     if isinstance(tiles, Mapping):
         raise TilingError(
             f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "

@@ -135,6 +135,8 @@ class _Builder:
     def _equation(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
         """Add what an equation of a jaxpr stands for, and return its outputs."""
         name, rule = eqn.primitive.name, rules.find(eqn.primitive)
+        if name == "pvary":  # a change of type: whoever reads it makes it again
+            return inputs
         inner = self.look_through(eqn)
         if inner is not None:
             return self._inline(eqn, inner, inputs)
@@ -165,7 +167,7 @@ class _Builder:
         return Equation(
             primitive=eqn.primitive,
             params=eqn.params,
-            in_avals=tuple(v.aval for v in inputs),
+            in_avals=tuple(v.aval for v in eqn.invars),
             in_axes=tuple(v.axes for v in inputs),
             out_avals=tuple(v.aval for v in eqn.outvars),
             constant=_constants(inputs),

@@ -46,6 +46,7 @@ import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window, hull
+from .manual import alike
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class Equation:
         """Apply the primitive to other operands, with some of its parameters changed."""
         rule = find(self.primitive)
         bind = _bind if rule is None else rule.bind
-        return bind(self.primitive, operands, {**self.params, **changed})
+        return bind(self.primitive, alike(operands, self.in_avals), {**self.params, **changed})
 
 
 def _exact(param: Any) -> Hashable:

@@ -34,6 +34,7 @@ from .._regions.stages import Program, RunStage, stage_runner
 from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
+from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype, masked
 from .recompute import (
     Array,
@@ -149,6 +150,7 @@ class Loop:
             else (zeros(self.layout.shape(t.value), t.value.aval.dtype),)
             for t in targets
         ]
+        carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
 
         def body(carry: list[State], row: Any) -> tuple[list[State], list[State]]:
             row = list(row)
@@ -239,6 +241,7 @@ class Loop:
         there = [x for x in inputs if x is not None]
         zeros = zeros_after([c for c in cotangents if c is not None], [*there, *globals_])
         carry = self.sums(globals_, wanted, len(rows), zeros, begun)
+        carry, rows = as_varying_as((carry, rows), [*there, *globals_])
 
         def body(carry: Sums, xs: Any) -> tuple[Sums, None]:
             row, remembered = list(xs[0]), xs[1]

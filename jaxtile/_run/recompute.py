@@ -24,6 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
 from .._regions.tile import known, lookup
+from .._rules.manual import as_varying_as
 
 T = TypeVar("T")
 Array = jax.Array
@@ -83,7 +84,8 @@ def run(
     cotangents comes back to here, and is added to: otherwise each reader would have an array of its
     own for that. `hosted`: per input, its copy in host memory, if it has one.
     """
-    return _run(body, list(inputs), list(globals_), list(hosted))
+    given = list(inputs), list(globals_), list(hosted)
+    return _run(body, *as_varying_as(given, jax.tree.leaves(given)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
