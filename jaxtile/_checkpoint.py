@@ -94,8 +94,8 @@ def checkpoint(
     (4, 4)
 
     Put `jit` outermost: each call traces `fun` anew. Inside another `jaxtile.checkpoint` the
-    result is traced as the plain `fun`; the outermost schedule wins. Forward mode (`jvp`) of a
-    tiled function is not defined; `grad`, `vjp` and `vmap` are.
+    result is traced as the plain `fun`; the outermost schedule wins. `grad`, `vjp`, `jvp`, `vmap`
+    and what is made of them are defined; on a mesh, `jvp` is not.
     """
     check_callable(fun)
     options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes, static_argnums)

@@ -17,16 +17,18 @@ become channels, and what they give is added up.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.extend.core.primitives import conv_general_dilated_p, copy_p
+from jax.extend.core.primitives import conv_general_dilated_p
 
+from .derivative import apply
 from .plainly import plain
 from .reductions import accumulation_dtype
 
@@ -45,7 +47,7 @@ def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any], *, in_loop: bool
         return _as_given(params, lhs, rhs)
     if plain() == "undifferentiated":
         return _result(in_loop, params, lhs, rhs)
-    return _convolve((in_loop, *params.items()), lhs, rhs)
+    return apply(_Convolution(in_loop, params), lhs, rhs)
 
 
 def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
@@ -59,48 +61,49 @@ def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) ->
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolve(call: tuple, lhs: Array, rhs: Array) -> Array:
-    in_loop, *params = call
-    return _result(in_loop, dict(params), lhs, rhs)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Convolution:
+    in_loop: bool
+    params: Mapping[str, Any]
 
+    def value(self, lhs: Array, rhs: Array) -> Array:
+        return _result(self.in_loop, self.params, lhs, rhs)
 
-def _forward(call: tuple, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    # JAX forwards residuals that are operands, and in a third derivative it takes the wrong ones.
-    # A copy is no operation in the compiled program.
-    return _convolve(call, lhs, rhs), (copy_p.bind(lhs), copy_p.bind(rhs))
+    def forward(self, wanted: Any, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+        return apply(self, lhs, rhs), (lhs, rhs)
 
+    def tangents(self, residuals: tuple[Array, Array], tangents: Sequence[Array | None]) -> Array:
+        (lhs, rhs), (of_lhs, of_rhs) = residuals, tangents
+        found = [] if of_lhs is None else [apply(self, of_lhs, rhs)]
+        found += [] if of_rhs is None else [apply(self, lhs, of_rhs)]
+        return sum(found[1:], found[0])
 
-def _backward(call: tuple, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    in_loop, *items = call
-    params = dict(items)
-    conv = functools.partial(_as_given, params)
+    def backward(self, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+        params = self.params
+        conv = functools.partial(_as_given, params)
 
-    def of_image(lhs: Array, rhs: Array, cotangent: Array) -> Array:
-        return jax.linear_transpose(lambda x: conv(x, rhs), lhs)(cotangent)[0]
+        def of_image(lhs: Array, rhs: Array, cotangent: Array) -> Array:
+            return jax.linear_transpose(lambda x: conv(x, rhs), lhs)(cotangent)[0]
 
-    def of_kernel(lhs: Array, rhs: Array, cotangent: Array) -> Array:
-        return jax.linear_transpose(lambda w: conv(lhs, w), rhs)(cotangent)[0]
+        def of_kernel(lhs: Array, rhs: Array, cotangent: Array) -> Array:
+            return jax.linear_transpose(lambda w: conv(lhs, w), rhs)(cotangent)[0]
 
-    def gradients(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
-        return of_image(lhs, rhs, cotangent), of_kernel(lhs, rhs, cotangent)
+        def gradients(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
+            return of_image(lhs, rhs, cotangent), of_kernel(lhs, rhs, cotangent)
 
-    def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
-        of = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
-        return of_image(lhs, rhs, cotangent), of(params, lhs, rhs, cotangent)
+        def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
+            of = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
+            return of_image(lhs, rhs, cotangent), of(params, lhs, rhs, cotangent)
 
-    operands = (*residuals, cotangent)
-    traced = jax.make_jaxpr(gradients)(*operands)
-    plain = functools.partial(_evaluate, traced, _as_given)
-    as_restated = _is_transposed(params) or _is_depthwise(params, residuals[1])
-    return lax.platform_dependent(
-        *operands,
-        cpu=functools.partial(_evaluate, traced, _in_order) if in_loop else plain,
-        default=restated if as_restated else plain,
-    )
-
-
-_convolve.defvjp(_forward, _backward)
+        operands = (*residuals, cotangent)
+        traced = jax.make_jaxpr(gradients)(*operands)
+        plain = functools.partial(_evaluate, traced, _as_given)
+        as_restated = _is_transposed(params) or _is_depthwise(params, residuals[1])
+        return lax.platform_dependent(
+            *operands,
+            cpu=functools.partial(_evaluate, traced, _in_order) if self.in_loop else plain,
+            default=restated if as_restated else plain,
+        )
 
 
 def _as_given(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
