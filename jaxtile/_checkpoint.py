@@ -27,6 +27,7 @@ def checkpoint(
     budget: int | str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
+    static_argnums: int | Sequence[int] = (),
 ) -> Tiled:
     """Evaluate and differentiate `fun` tile by tile, with exact halos.
 
@@ -65,6 +66,10 @@ def checkpoint(
       mesh_axes: per tiled axis, the name of the mesh axis that it is distributed over, or None.
         Tile the batch axis too for data parallelism: `in_axes=(None, (0, 1, 2))`,
         `mesh_axes=("data", "rows", "cols")`. Sizes need not divide.
+      static_argnums: as in `jax.checkpoint`, numbers of positional arguments that `fun` gets as
+        they are, not traced: it may branch on them. They have None in `in_axes`. Strings, functions
+        and bools are static wherever they are, and so are the numbers that a module has as
+        attributes (an Equinox module, say); other numbers are traced, as by `jax.jit`.
 
     >>> import jax, jax.numpy as jnp, jaxtile
     >>> def blur(kernel, image):
@@ -89,11 +94,11 @@ def checkpoint(
     (4, 4)
 
     Put `jit` outermost: each call traces `fun` anew. Inside another `jaxtile.checkpoint` the
-    result is traced as the plain `fun`; the outermost schedule wins. Forward mode (`jvp`) of a
-    tiled function is not defined; `grad`, `vjp` and `vmap` are.
+    result is traced as the plain `fun`; the outermost schedule wins. `grad`, `vjp`, `jvp`, `vmap`
+    and what is made of them are defined; on a mesh, `jvp` is not.
     """
     check_callable(fun)
-    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes, static_argnums)
     return Tiled(
         fun, tiled(fun, options), lambda args, kwargs: scheduled(fun, args, kwargs, options)[0]
     )

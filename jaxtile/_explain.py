@@ -40,6 +40,7 @@ def explain(
     policy: Policy | GraphPolicy | str | None = None,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
+    static_argnums: int | Sequence[int] = (),
     **kwargs: Any,
 ) -> Explanation:
     """Describe what `checkpoint(fun, ...)(*args)` does, without running it.
@@ -56,7 +57,7 @@ def explain(
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
     """
-    options = Options.of(in_axes, tiles, policy, mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, policy, mesh, mesh_axes, static_argnums)
     return report(scheduled(fun, args, kwargs, options)[0])
 
 

@@ -12,7 +12,8 @@ import jax
 from . import _derivatives as _derivatives  # enters its rules into the table
 from ._errors import TilingError
 from ._graph.build import Policy, build
-from ._graph.trace import Traced, inside, trace
+from ._graph.static import shown
+from ._graph.trace import Traced, inside, only_arrays, trace
 from ._mesh.devices import Devices, automatic, devices_of
 from ._regions.grid import Grid, GridSpec, Tiles
 from ._regions.regions import Schedule, schedule_of
@@ -30,6 +31,7 @@ class Options:
     policy: Policy | GraphPolicy | None = None
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
     mesh_axes: Sequence[str | None] | None = None
+    static_argnums: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -39,6 +41,7 @@ class Options:
         policy: Policy | GraphPolicy | str | None = None,
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
         mesh_axes: Sequence[str | None] | None = None,
+        static_argnums: int | Sequence[int] = (),
     ) -> Options:
         """As the user says them: a policy may be a name."""
         if isinstance(policy, str):
@@ -48,7 +51,13 @@ class Options:
                 f"`policy` (={policy!r}) must be the name of a policy, a function of "
                 "`jax.checkpoint_policies`, or an object with a method `choose`"
             )
-        return cls(in_axes, tiles, policy, mesh, mesh_axes)
+        numbers = static_argnums if isinstance(static_argnums, Sequence) else (static_argnums,)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in numbers):
+            raise TilingError(
+                f"`static_argnums` (={static_argnums!r}) must be the number of an argument, or a "
+                "tuple of numbers"
+            )
+        return cls(in_axes, tiles, policy, mesh, mesh_axes, tuple(numbers))
 
 
 def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
@@ -58,6 +67,7 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if inside.value:
             return fun(*args, **kwargs)
+        args, kwargs = only_arrays(fun, args, kwargs, options.static_argnums)
         leaves, tree = jax.tree.flatten((args, kwargs))
         out_tree = None
 
@@ -68,10 +78,12 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
             out_tree = traced.out_tree
             return execute(schedule, traced.arguments), schedule.specs
 
-        if options.mesh is None:
-            results, _ = run_flat(*leaves)
-        else:
-            results = automatic(run_flat, leaves)
+        def plain(*leaves: Any) -> Any:
+            args, kwargs = shown(jax.tree.unflatten(tree, leaves))
+            with inside(True):
+                return fun(*args, **kwargs)
+
+        results = automatic(run_flat, leaves, plain if options.mesh is None else None)
         return jax.tree.unflatten(out_tree, results)
 
     return run
@@ -81,14 +93,23 @@ def scheduled(
     fun: Callable[..., Any], args: Any, kwargs: Any, options: Options
 ) -> tuple[Schedule, Traced]:
     """The schedule for these arguments, and the traced function."""
-    traced = trace(fun, args, kwargs, options.in_axes)
+    traced = trace(fun, args, kwargs, options.in_axes, options.static_argnums)
     policy, tiles = options.policy, options.tiles
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
     if not isinstance(policy, GraphPolicy):
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
         return schedule_of(graph, graph.stored, tiles, traced.rank, devices), traced
     view, values, graph = outlined(traced)
-    stored, chosen = apply(policy.choose(view), values)
+    try:
+        choices = policy.choose(view)
+    except Exception as error:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            error.add_note(
+                "No budget can be planned for inside `jax.shard_map`: make a plan outside, for the "
+                "arrays of one device, with `jaxtile.plan`, and give it as `policy`."
+            )
+        raise
+    stored, chosen = apply(choices, values)
     if isinstance(tiles, Mapping):
         raise TilingError(
             f"`tiles` (={dict(tiles)}) must be one grid if `policy` sees the whole graph: it goes "

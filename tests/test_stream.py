@@ -289,7 +289,7 @@ def test_refused_sinks():
 
 
 def test_refused_sources():
-    refused("an argument is a str", source="image.tif")
+    refused("'image.tif', which is static, and no array", source="image.tif")
     refused("tiles axis 2 of an argument of shape", source=IMAGE[0, 0])
     lying = Source(IMAGE)
     lying.shape = (1, 8, 12, 3)

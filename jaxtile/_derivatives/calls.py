@@ -35,6 +35,7 @@ from .._graph.inline import any_call
 from .._graph.trace import inside, is_gone
 from .._graph.values import Graph, Value
 from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register
+from .._rules.manual import type_of
 from .._rules.plainly import plainly
 from .call_tile import CallTile, Evaluator, along, following, refusal
 from .guard import guarded
@@ -404,7 +405,7 @@ def _inexact(avals: Sequence[Any]) -> list[int]:
 
 
 def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    return [type_of(a) for a in avals]
 
 
 def _replace(items: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:

@@ -15,14 +15,17 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal as Constant
 from jax.extend.core.primitives import reshape_p
 
 from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
+from .._rules.manual import type_of
 from .alike import likeness
 from .inline import plain_call
+from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
 from .values import Graph, Node, Place, Value, constant, is_held
 
 Policy = Callable[..., Any]
@@ -68,7 +71,7 @@ def _graph(
         Value(var.aval, axes, name=name)
         for var, axes, name in zip(jaxpr.invars, in_axes, known_as, strict=True)
     ]
-    outputs = builder.walk(jaxpr, _known(consts), arguments)
+    outputs = [builder.merged(v) for v in builder.walk(jaxpr, _known(consts), arguments)]
     for value in outputs:
         builder.stored.setdefault(value.array, "device")
     return Graph(arguments, outputs, builder.nodes, builder.stored)
@@ -85,6 +88,8 @@ def build_inside(
     builder = _Builder(inside=True)
     arguments = [Value(v.aval, axes) for v, axes in zip(closed.jaxpr.invars, in_axes, strict=True)]
     outputs = builder.walk(closed.jaxpr, _known(closed.consts), arguments)
+    if any(isinstance(v, Joint) for v in outputs):
+        raise Mixes("it merges tiled dimensions")
     if out_axes is not None:
         outputs = [builder.promote(v, a) for v, a in zip(outputs, out_axes, strict=True)]
     return Graph(arguments, outputs, builder.nodes)
@@ -135,9 +140,13 @@ class _Builder:
     def _equation(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
         """Add what an equation of a jaxpr stands for, and return its outputs."""
         name, rule = eqn.primitive.name, rules.find(eqn.primitive)
+        if name == "pvary":  # a change of type: whoever reads it makes it again
+            return inputs
         inner = self.look_through(eqn)
         if inner is not None:
             return self._inline(eqn, inner, inputs)
+        if any(isinstance(v, Joint) for v in inputs):
+            return self._joined(eqn, inputs)
         if not any(v.tiled for v in inputs):
             equation = self._described(eqn, inputs)
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals])
@@ -165,7 +174,7 @@ class _Builder:
         return Equation(
             primitive=eqn.primitive,
             params=eqn.params,
-            in_avals=tuple(v.aval for v in inputs),
+            in_avals=tuple(v.aval for v in eqn.invars),
             in_axes=tuple(v.axes for v in inputs),
             out_avals=tuple(v.aval for v in eqn.outvars),
             constant=_constants(inputs),
@@ -183,6 +192,9 @@ class _Builder:
             in_axes, out_axes = rule.axes(equation)
             promoted = [self.promote(v, axes) for v, axes in zip(inputs, in_axes, strict=True)]
         except Mixes as refusal:
+            joint = self._joint(eqn, inputs[0]) if eqn.primitive.name == "reshape" else None
+            if joint is not None:
+                return [joint]
             return self._equation(eqn, self._unmixed(equation, inputs, refusal))
         equation = dataclasses.replace(
             equation,
@@ -215,6 +227,71 @@ class _Builder:
         if len(found) < len(whole):
             raise refuse(equation, refusal) from None
         return found
+
+    def _joint(self, eqn: Any, value: Value) -> Joint | None:
+        """What a `reshape` merges, if nobody stores it; None: it merges no tiled dimensions."""
+        groups = merge(value.aval.shape, eqn.params["new_sizes"])
+        if groups is None or all(len(g) < 2 for g in groups):
+            return None
+        if self._whole(value) is not None:
+            return None
+        (split,) = self._restated(eqn, lambda x: lax.reshape(x, sizes(groups)), [value])
+        return Joint(eqn.outvars[0].aval, split, groups)
+
+    def _joined(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
+        """An equation that reads joint arrays, stated for what these are; or on whole arrays."""
+        found = restated(eqn, inputs)
+        if found is None:
+            return self._equation(eqn, [self._settled(eqn, inputs, v) for v in inputs])
+        function, groups = found
+        arrays = [self._split(v, groups[0]) for v in inputs]
+        outputs = self._restated(eqn, function, arrays)
+        return [
+            Joint(var.aval, value, group)
+            if value.tiled and any(len(g) > 1 for g in group)
+            else self._restated(eqn, lambda x, n=var.aval.shape: lax.reshape(x, n), [value])[0]
+            for var, value, group in zip(eqn.outvars, outputs, groups, strict=True)
+        ]
+
+    def _split(self, value: Value, groups: Groups) -> Value:
+        """What a joint array is; and a number that is repeated, repeated as often as that."""
+        if isinstance(value, Joint):
+            return value.value
+        node = value.node
+        if node is None or value.tiled or node.equation.primitive.name != "broadcast_in_dim":
+            return value
+        again = broadcast_to(node.equation, groups)
+        return value if again is None else self._call(again, node.inputs)
+
+    def _settled(self, eqn: Any, inputs: Sequence[Value], value: Value) -> Value:
+        """A joint array, merged: whole, if it is stored; otherwise its reader is refused."""
+        if not isinstance(value, Joint):
+            return value
+        if self.store_mixed:
+            self._store_whole([value.value])
+        whole = self._whole(value.value)
+        if whole is None:
+            reason = "it mixes positions that `reshape` merged into one dimension"
+            advice = "do it before the `reshape`"
+            raise refuse(self._described(eqn, inputs), Mixes(reason, advice)) from None
+        return self._call(lambda x: lax.reshape(x, value.aval.shape), [whole])
+
+    def merged(self, value: Value) -> Value:
+        """An output, as a whole array."""
+        if not isinstance(value, Joint):
+            return value
+        self._store_whole([value.value])
+        whole = self._view(value.value, untiled(value.value.aval))
+        return self._call(lambda x: lax.reshape(x, value.aval.shape), [whole])
+
+    def _restated(
+        self, eqn: Any, function: Callable[..., Any], inputs: Sequence[Value]
+    ) -> list[Value]:
+        """The equations of a function that says the same as one equation."""
+        self.calls.append(eqn.source_info)
+        outputs = self._calls(function, inputs)
+        self.calls.pop()
+        return outputs
 
     def _apart(self, eqn: Any, rule: rules.Rule, inputs: Sequence[Value]) -> list[Value]:
         """One equation for each operand."""
@@ -421,10 +498,11 @@ class _Builder:
         return [*carry, *stacked]
 
     def _call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value:
-        closed = jax.make_jaxpr(fun)(
-            *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in inputs)
-        )
-        return self.walk(closed.jaxpr, [], inputs)[0]
+        return self._calls(fun, inputs)[0]
+
+    def _calls(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
+        closed = jax.make_jaxpr(fun)(*(type_of(v.aval) for v in inputs))
+        return self.walk(closed.jaxpr, [], inputs)
 
 
 def _live(jaxpr: Any) -> list[Any]:

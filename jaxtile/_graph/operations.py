@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 
-from .._errors import check_callable
 from .._rules import traits, untiled
 from .build import build
 from .inline import any_call
-from .trace import argument_names, inside
+from .static import shown
+from .trace import argument_names, inside, only_arrays
 from .values import Graph, Node, Value
 from .work import fused, whole_flops, whole_macs
 
@@ -126,9 +126,11 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Operations
     linear contraction (8, 4) 1024 896
     relu elementwise (8, 4) 32 272
     """
-    check_callable(fun)
+    args, kwargs = only_arrays(fun, args, kwargs)
     with inside(True):  # what is tiled in it counts as the plain function
-        closed = jax.make_jaxpr(fun)(*args, **kwargs)
+        closed = jax.make_jaxpr(lambda args, kwargs: fun(*shown(args), **shown(kwargs)))(
+            args, kwargs
+        )
     in_axes = [untiled(v.aval) for v in closed.jaxpr.invars]
     names = argument_names(fun, args, kwargs)
     graph = build(closed.jaxpr, closed.consts, in_axes, look_through=any_call, names=names)

@@ -14,6 +14,7 @@ import numpy as np
 
 from .._errors import TilingError, check_callable, describe
 from .._rules import Axes, untiled
+from .static import Static, hide, shown
 
 # True while a function is traced for tiling. A `checkpoint` inside another one then steps aside:
 # the outermost schedule wins. Being a JAX context, it is part of the key of every `jit` cache, so a
@@ -29,6 +30,13 @@ def is_gone(tracer: jax.core.Tracer) -> bool:
     """Was it made inside a function that has been traced?"""
     return tracer._trace in _ended
 
+
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""What JAX raises when a function wants to know the elements of a traced array."""
 
 Entry = int | np.integer | Sequence[int | None] | None
 """The tiled axes of one array, as users say them in `in_axes`; None: it is not tiled."""
@@ -49,10 +57,14 @@ class Traced:
 
 
 def trace(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], in_axes: Any
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    in_axes: Any,
+    static_argnums: Sequence[int] = (),
 ) -> Traced:
     """Trace a function; `in_axes` says which axes of its positional arguments are tiled."""
-    check_callable(fun)
+    args, kwargs = only_arrays(fun, args, kwargs, static_argnums)
     flat, in_tree = jax.tree.flatten((args, kwargs))
     names = argument_names(fun, args, kwargs)
     refuse_references(zip(names, flat, strict=True))
@@ -60,12 +72,18 @@ def trace(
 
     def flat_fun(*leaves: Any) -> Any:
         _ended.update(leaf._trace for leaf in leaves if isinstance(leaf, jax.core.Tracer))
-        call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
+        call_args, call_kwargs = shown(jax.tree.unflatten(in_tree, leaves))
         return call_unchanged(fun, call_args, call_kwargs)
 
     with inside(True):
         try:
             closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
+        except _NEEDS_VALUES as error:
+            error.add_note(
+                "`jaxtile` traces its function. What the function branches on must be static: see "
+                "`static_argnums` of `jaxtile.checkpoint`; a `jit` around it must not trace it."
+            )
+            raise
         except TypeError as error:
             if "incompatible shapes" not in str(error):
                 raise
@@ -81,6 +99,17 @@ def trace(
     refuse_references((f"constant {i}", x) for i, x in enumerate(closed.consts))
     out_tree = jax.tree.structure(out_shape)
     return Traced(closed.jaxpr, closed.consts, flat, names, axes, rank, out_tree)
+
+
+def only_arrays(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static_argnums: Sequence[int] = (),
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments as a pytree of arrays: what is none is hidden, and `trace` finds it."""
+    check_callable(fun)
+    return hide(args, kwargs, _parameters(fun, args, kwargs), static_argnums)
 
 
 def refuse_references(values: Iterable[tuple[str, Any]]) -> None:
@@ -149,6 +178,20 @@ def argument_names(
     is_leaf: Callable[[Any], bool] | None = None,
 ) -> list[str]:
     """What the function calls each flat argument: `image`, `params['conv1']['kernel']`."""
+    parameters = _parameters(fun, args, kwargs)
+    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_leaf)
+    return [
+        parameters[path[1].idx] + jax.tree_util.keystr(path[2:])
+        if path[0].idx == 0
+        else jax.tree_util.keystr(path[1:])
+        for path, _ in paths
+    ]
+
+
+def _parameters(
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[str]:
+    """What the function calls each positional argument."""
     parameters: list[str] = []
     try:
         signature = inspect.signature(fun)
@@ -158,14 +201,7 @@ def argument_names(
     except (TypeError, ValueError):
         pass
     parameters = parameters[: len(args)]
-    parameters += [f"argument {i}" for i in range(len(parameters), len(args))]
-    paths, _ = jax.tree.flatten_with_path((args, kwargs), is_leaf=is_leaf)
-    return [
-        parameters[path[1].idx] + jax.tree_util.keystr(path[2:])
-        if path[0].idx == 0
-        else jax.tree_util.keystr(path[1:])
-        for path, _ in paths
-    ]
+    return parameters + [f"argument {i}" for i in range(len(parameters), len(args))]
 
 
 def flat_axes(in_axes: Any, args: Sequence[Any], flat: Sequence[Any]) -> tuple[list[Axes], int]:
@@ -218,27 +254,33 @@ def _entries(in_axes: Any, args: Sequence[Any]) -> list[Entry]:
         return [
             entry
             for prefix, arg in zip(in_axes, args, strict=True)
-            for entry in _spread(prefix, arg)
+            for entry in _spread(prefix, arg, in_axes)
         ]
+    except TilingError:
+        raise
     except ValueError as error:
         raise TilingError(
             f"`in_axes` (={in_axes}) is not a pytree prefix of the arguments: {error}"
         ) from None
 
 
-def _spread(prefix: Any, argument: Any) -> list[Entry]:
+def _spread(prefix: Any, argument: Any, in_axes: Any = None) -> list[Entry]:
     """A pytree prefix's entries, one per leaf of the argument.
 
     >>> _spread({"image": (1, 2), "weights": None}, {"image": 0.0, "weights": [0.0, 0.0]})
     [(1, 2), None, None]
     """
     entries: list[Entry] = []
-    jax.tree.map(
-        lambda entry, part: entries.extend([entry] * len(jax.tree.leaves(part))),
-        prefix,
-        argument,
-        is_leaf=_is_axes,
-    )
+
+    def add(entry: Entry, part: Any) -> None:
+        if isinstance(part, Static) and entry is not None:
+            raise TilingError(
+                f"`in_axes` (={in_axes}) tiles axes {entry} of {part.value!r}, which is static, "
+                "and no array: its entry is None"
+            )
+        entries.extend([entry] * len(jax.tree.leaves(part)))
+
+    jax.tree.map(add, prefix, argument, is_leaf=_is_axes)
     return entries
 
 

@@ -100,6 +100,12 @@ class Node:
         assert found is not None
         return found
 
+    @property
+    def is_call(self) -> bool:
+        """Does it call a function with a derivative rule of the user?"""
+        rule = rules.find(self.equation.primitive)
+        return rule is not None and rule.is_call
+
     def step(self, windows: Sequence[Windows | None]) -> Step:
         """How to produce these windows of the outputs; the same object for alike equations."""
         key = tuple(None if w is None else tuple(w.items()) for w in windows)

@@ -70,12 +70,17 @@ class Devices:
         return x
 
 
-def automatic(run: Callable[..., tuple[list[Array], list[P]]], flat: Sequence[Any]) -> list[Array]:
+def automatic(
+    run: Callable[..., tuple[list[Array], list[P]]],
+    flat: Sequence[Any],
+    plain: Callable[..., Any] | None = None,
+) -> list[Array]:
     """What `run` returns, called so that no array in it has a sharding as part of its type.
 
     With JAX's explicit meshes, the default of `jax.make_mesh`, types have shardings, and equations
     must agree on them. Those of a tiled function do not: so its arguments lose their shardings, and
-    its results get those that `run` returns beside them.
+    its results get those that the plain function's have; or, without one, those that `run` returns
+    beside them.
     """
     flat = [jnp.asarray(x) for x in flat]
     contexts = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in flat)]
@@ -83,12 +88,16 @@ def automatic(run: Callable[..., tuple[list[Array], list[P]]], flat: Sequence[An
     if not explicit:
         return run(*flat)[0]
     mesh = explicit[0]
-    types = dict.fromkeys(mesh.axis_names, AxisType.Auto)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    types = {name: AxisType.Auto for name, kind in kinds if kind is AxisType.Explicit}
 
     @jax.jit
     def call(*flat: Array) -> list[Array]:
+        expected = [] if plain is None else jax.tree.leaves(jax.eval_shape(plain, *flat))
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(types)):
             results, specs = run(*(jax.sharding.reshard(x, P(*(None,) * x.ndim)) for x in flat))
+        if plain is not None:
+            specs = [x.sharding.spec for x in expected]
         shardings = [NamedSharding(mesh, spec) for spec in specs]
         return list(map(jax.sharding.reshard, results, shardings))
 

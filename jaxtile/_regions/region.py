@@ -78,6 +78,11 @@ class Region:
         return any(n.rule.changes_value for n in self.nodes)
 
     @property
+    def has_rules(self) -> bool:
+        """Does it call functions with derivative rules of the user?"""
+        return any(n.is_call for n in self.nodes)
+
+    @property
     def tiles(self) -> int:
         return math.prod(self.split.values())
 
@@ -121,6 +126,10 @@ class Group:
     @property
     def passing(self) -> list[bool]:
         return _made_by(self.before, self.inputs)
+
+    @property
+    def has_rules(self) -> bool:
+        return any(s.has_rules if isinstance(s, Region) else s.is_call for s in self.steps)
 
 
 def _made_by(nodes: list[Node], values: list[Value]) -> list[bool]:

@@ -11,9 +11,8 @@ not are plain numbers in the program.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax import lax
 
 from .._graph.values import Node, Value
 from .._rules import Step, Windows
+from .._rules.derivative import apply
 from .._rules.plainly import plain
 
 
@@ -114,7 +114,7 @@ class Cut:
             return x
         by = [scalars[o.slot.index] for o in moving if isinstance(o.slot, Column)]
         if jnp.issubdtype(x.dtype, jnp.inexact) and plain() is None:
-            return _shift(moving, fill.item(), x, by)
+            return apply(_Shift(moving, fill.item(), x.shape), x, by)
         return _read(moving, fill, x, by)
 
 
@@ -129,36 +129,32 @@ def _read(offsets: Sequence[Offset], fill: Any, x: jax.Array, by: Sequence[jax.A
     return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
-# The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward
-# read does; left to JAX it would be an update of an array of zeros.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _shift(
-    offsets: Sequence[Offset], fill: complex, x: jax.Array, by: Sequence[jax.Array]
-) -> jax.Array:
-    return _read(offsets, fill, x, by)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Shift:
+    """`_read` of an array of this shape.
 
+    The transpose of a read is a read with the offset reversed. Said so, it fuses like the forward
+    read does; left to JAX it would be an update of an array of zeros.
+    """
 
-_Residuals = tuple[list[int], Sequence[jax.Array]]
-"""The sizes that were read from, and where the reads began."""
+    offsets: Sequence[Offset]
+    fill: complex
+    shape: Sequence[int]
 
+    def value(self, x: jax.Array, by: Sequence[jax.Array]) -> jax.Array:
+        return _read(self.offsets, self.fill, x, by)
 
-def _shift_forward(
-    offsets: Sequence[Offset], fill: complex, x: jax.Array, by: Sequence[jax.Array]
-) -> tuple[jax.Array, _Residuals]:
-    return _read(offsets, fill, x, by), ([x.shape[o.dim] for o in offsets], by)
+    def forward(self, wanted: Any, x: jax.Array, by: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
+        return self.value(x, by), by
 
+    def tangents(self, by: Sequence[jax.Array], tangents: Sequence[Any]) -> jax.Array:
+        return _read(self.offsets, 0, tangents[0], by)
 
-def _shift_backward(
-    offsets: Sequence[Offset], fill: complex, residuals: _Residuals, cotangent: jax.Array
-) -> tuple[jax.Array, list[None]]:
-    sizes, by = residuals
-    back = [
-        o._replace(low=-o.high, high=-o.low, size=n) for o, n in zip(offsets, sizes, strict=True)
-    ]
-    return _read(back, 0, cotangent, [-start for start in by]), [None for _ in by]
-
-
-_shift.defvjp(_shift_forward, _shift_backward)
+    def backward(
+        self, by: Sequence[jax.Array], cotangent: jax.Array
+    ) -> tuple[jax.Array, list[None]]:
+        back = [o._replace(low=-o.high, high=-o.low, size=self.shape[o.dim]) for o in self.offsets]
+        return _read(back, 0, cotangent, [-start for start in by]), [None for _ in by]
 
 
 Computed = list[tuple[Value, jax.Array]]
@@ -233,13 +229,26 @@ def _cut(x: jax.Array, cut: Cut | None, scalars: Scalars) -> jax.Array:
     return x if cut is None else cut(x, scalars)
 
 
-@jax.custom_vjp
 def known(x: jax.Array, value: jax.Array) -> jax.Array:
     """`x`, of which the value is known, so that a compiler need not compute it."""
-    return value
+    return cast(jax.Array, apply(_KNOWN, x, value))
 
 
-known.defvjp(lambda x, value: (value, None), lambda _, cotangent: (cotangent, None))
+class _Known:
+    def value(self, x: jax.Array, value: jax.Array) -> jax.Array:
+        return value
+
+    def forward(self, wanted: Any, x: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        return value, None
+
+    def tangents(self, residuals: None, tangents: Sequence[Any]) -> Any:
+        return tangents[0]
+
+    def backward(self, residuals: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
+        return cotangent, None
+
+
+_KNOWN = _Known()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ become 0.9 (H200, 4096 x 4096, bfloat16).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,8 +31,9 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
-from jax.extend.core.primitives import conv_general_dilated_p, copy_p
+from jax.extend.core.primitives import conv_general_dilated_p
 
+from .derivative import apply
 from .plainly import plain
 from .reductions import accumulation_dtype
 
@@ -48,12 +50,12 @@ _UNIT = 8
 
 def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any], *, in_loop: bool) -> Array:
     """`conv_general_dilated` with these parameters of the primitive."""
-    restated = _is_transposed(params) or _is_depthwise(params, rhs) or _is_narrow(params, lhs)
+    restated = _is_restated(params, lhs, rhs)
     if plain() == "transposed" or not (in_loop or restated):
         return _as_given(params, lhs, rhs)
     if plain() == "undifferentiated":
         return _result(in_loop, params, lhs, rhs)
-    return _convolve((in_loop, *params.items()), lhs, rhs)
+    return apply(_Convolution(in_loop, params), lhs, rhs)
 
 
 def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
@@ -67,53 +69,56 @@ def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) ->
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _convolve(call: tuple, lhs: Array, rhs: Array) -> Array:
-    in_loop, *params = call
-    return _result(in_loop, dict(params), lhs, rhs)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Convolution:
+    in_loop: bool
+    params: Mapping[str, Any]
 
+    def value(self, lhs: Array, rhs: Array) -> Array:
+        return _result(self.in_loop, self.params, lhs, rhs)
 
-def _forward(call: tuple, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-    # JAX forwards residuals that are operands, and in a third derivative it takes the wrong ones.
-    # A copy is no operation in the compiled program.
-    return _convolve(call, lhs, rhs), (copy_p.bind(lhs), copy_p.bind(rhs))
+    def forward(self, wanted: Any, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+        return apply(self, lhs, rhs), (lhs, rhs)
 
+    def tangents(self, residuals: tuple[Array, Array], tangents: Sequence[Array | None]) -> Array:
+        (lhs, rhs), (of_lhs, of_rhs) = residuals, tangents
+        found = [] if of_lhs is None else [apply(self, of_lhs, rhs)]
+        found += [] if of_rhs is None else [apply(self, lhs, of_rhs)]
+        return sum(found[1:], found[0])
 
-def _backward(call: tuple, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    in_loop, *items = call
-    params = dict(items)
+    def backward(self, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+        params, (lhs, rhs) = self.params, residuals
 
-    def gradients(conv: Conv, lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
-        of_image = jax.linear_transpose(lambda x: conv(params, x, rhs), lhs)
-        of_kernel = jax.linear_transpose(lambda w: conv(params, lhs, w), rhs)
-        return of_image(cotangent)[0], of_kernel(cotangent)[0]
+        def gradients(conv: Conv, lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
+            of_image = jax.linear_transpose(lambda x: conv(params, x, rhs), lhs)
+            of_kernel = jax.linear_transpose(lambda w: conv(params, lhs, w), rhs)
+            return of_image(cotangent)[0], of_kernel(cotangent)[0]
 
-    def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
-        if _is_narrow(params, lhs):
-            return gradients(_by_blocks, lhs, rhs, cotangent)
-        of_kernel = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
-        of_image, _ = gradients(_as_given, lhs, rhs, cotangent)
-        return of_image, of_kernel(params, lhs, rhs, cotangent)
+        def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
+            if _is_narrow(params, lhs):
+                return gradients(_by_blocks, lhs, rhs, cotangent)
+            of_kernel = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
+            of_image, _ = gradients(_as_given, lhs, rhs, cotangent)
+            return of_image, of_kernel(params, lhs, rhs, cotangent)
 
-    lhs, rhs = residuals
-    traced = jax.make_jaxpr(functools.partial(gradients, _as_given))(lhs, rhs, cotangent)
-    plain = functools.partial(_evaluate, traced, _as_given)
-    as_restated = _is_transposed(params) or _is_depthwise(params, rhs) or _is_narrow(params, lhs)
-    return lax.platform_dependent(
-        lhs,
-        rhs,
-        cotangent,
-        cpu=functools.partial(_evaluate, traced, _in_order) if in_loop else plain,
-        default=restated if as_restated else plain,
-    )
-
-
-_convolve.defvjp(_forward, _backward)
+        traced = jax.make_jaxpr(functools.partial(gradients, _as_given))(lhs, rhs, cotangent)
+        plain = functools.partial(_evaluate, traced, _as_given)
+        return lax.platform_dependent(
+            lhs,
+            rhs,
+            cotangent,
+            cpu=functools.partial(_evaluate, traced, _in_order) if self.in_loop else plain,
+            default=restated if _is_restated(params, lhs, rhs) else plain,
+        )
 
 
 def _as_given(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     """JAX's own convolution."""
     return conv_general_dilated_p.bind(lhs, rhs, **params)
+
+
+def _is_restated(params: Mapping[str, Any], lhs: Array, rhs: Array) -> bool:
+    return _is_transposed(params) or _is_depthwise(params, rhs) or _is_narrow(params, lhs)
 
 
 def _is_transposed(params: Mapping[str, Any]) -> bool:

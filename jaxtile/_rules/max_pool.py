@@ -12,11 +12,12 @@ Among equal values the first in row-major order is chosen, as XLA does.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .derivative import apply
 from .plainly import plain
 
 Array = jax.Array
@@ -37,31 +39,29 @@ def pool(primitive: Any, x: Array, params: Mapping[str, Any]) -> Array:
     dilated = {*params["base_dilation"], *params["window_dilation"]} != {1}
     if dilated or math.prod(window) > _LARGEST_WINDOW or plain():
         return primitive.bind(x, **params)
-    return _pool((primitive, *params.items()), x)
+    return apply(_Pool(primitive, params), x)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _pool(call: tuple, x: Array) -> Array:
-    primitive, *params = call
-    return primitive.bind(x, **dict(params))
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Pool:
+    primitive: Any
+    params: Mapping[str, Any]
 
+    def value(self, x: Array) -> Array:
+        return self.primitive.bind(x, **self.params)
 
-def _forward(call: tuple, x: Array) -> tuple[Array, Array]:
-    return _pool(call, x), x
+    def forward(self, wanted: Any, x: Array) -> tuple[Array, Array]:
+        return apply(self, x), x
 
+    def tangents(self, x: Array, tangents: Sequence[Array]) -> Array:
+        return jax.jvp(self.value, (x,), tuple(tangents))[1]
 
-def _backward(call: tuple, x: Array, cotangent: Array) -> tuple[Array]:
-    primitive, *params = call
+    def backward(self, x: Array, cotangent: Array) -> tuple[Array]:
+        def scattered(x: Array, cotangent: Array) -> Array:
+            return jax.vjp(self.value, x)[1](cotangent)[0]
 
-    def scattered(x: Array, cotangent: Array) -> Array:
-        _, pull = jax.vjp(lambda x: primitive.bind(x, **dict(params)), x)
-        return pull(cotangent)[0]
-
-    summed = functools.partial(_summed, primitive, dict(params))
-    return (lax.platform_dependent(x, cotangent, cpu=scattered, default=summed),)
-
-
-_pool.defvjp(_forward, _backward)
+        summed = functools.partial(_summed, self.primitive, self.params)
+        return (lax.platform_dependent(x, cotangent, cpu=scattered, default=summed),)
 
 
 def _summed(primitive: Any, params: Mapping[str, Any], x: Array, cotangent: Array) -> Array:

@@ -1,10 +1,9 @@
 """Whether a fast pullback of our own can be used by, and is of use to, the code being traced.
 
-Convolutions, pools and reads of a window have one, stated as a `custom_vjp`. Inside a user's
-`custom_jvp` rule they act on tangents, and JAX must be able to transpose them; a `custom_vjp` it
-cannot. What the backward pass computes again, and does not differentiate, has no use for it. There
-the plain primitives are used; if it is differentiated after all, a second time, JAX's own pullbacks
-do.
+Convolutions, pools and reads of a window have one (see `derivative`). Inside a user's `custom_jvp`
+rule they act on tangents, and JAX must be able to transpose them, which it cannot. What the
+backward pass computes again, and does not differentiate, has no use for it. There the plain
+primitives are used; if it is differentiated after all, a second time, JAX's own pullbacks do.
 """
 
 from __future__ import annotations

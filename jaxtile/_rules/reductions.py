@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +181,18 @@ class Sum(Reduction):
         (operand,) = operands
         return [_spread(cotangent.astype(operand.dtype), self.eqn, operand.shape)]
 
+    def push(
+        self,
+        operands: Sequence[jax.Array],
+        owned: Masks,
+        remembered: State,
+        state: State,
+        tangents: Sequence[jax.Array],
+    ) -> jax.Array:
+        """The sum of the tangents, in as wide a type as the sum itself."""
+        found = jax.jvp(lambda *x: self.partial(x, owned)[0], tuple(operands), tuple(tangents))
+        return cast(jax.Array, found[1])
+
 
 @dataclasses.dataclass(frozen=True)
 class Extremum(Reduction):
@@ -216,8 +228,15 @@ class Extremum(Reduction):
         (best, count), (other, other_count) = state, partial
         # A NaN wins over everything, as it does in the untiled reduction.
         wins = self.better(other, best) | (other != other)
-        count = jnp.where(wins, other_count, jnp.where(other == best, count + other_count, count))
-        return jnp.where(wins, other, best), count
+        tie = other == best
+        total = jnp.where(wins, other_count, jnp.where(tie, count + other_count, count))
+        if jnp.issubdtype(best.dtype, jnp.inexact):
+            # This adds nothing, and makes a tie's derivative, where JAX takes that of the loop (in
+            # a second derivative), the mean over all elements that are tied.
+            weight = other_count.astype(best.dtype) / jnp.maximum(total, 1).astype(best.dtype)
+            shared = jnp.where(tie & jnp.isfinite(best), weight * (best - other), 0)
+            best = best - shared
+        return jnp.where(wins, other, best), total
 
     def finish(self, state: State) -> jax.Array:
         return state[0]

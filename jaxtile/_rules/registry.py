@@ -38,6 +38,7 @@ JAX versions, and several are not exported at all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
 
@@ -46,6 +47,7 @@ import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window, hull
+from .manual import alike
 
 T = TypeVar("T")
 
@@ -98,7 +100,7 @@ class Equation:
         """Apply the primitive to other operands, with some of its parameters changed."""
         rule = find(self.primitive)
         bind = _bind if rule is None else rule.bind
-        return bind(self.primitive, operands, {**self.params, **changed})
+        return bind(self.primitive, alike(operands, self.in_avals), {**self.params, **changed})
 
 
 def _exact(param: Any) -> Hashable:
@@ -238,6 +240,23 @@ class Reduction(Protocol):
     ) -> Sequence[jax.Array]:
         """The operands' cotangents in one tile, from the final state and the result's cotangent."""
         ...
+
+    def push(
+        self,
+        operands: Sequence[jax.Array],
+        owned: Masks,
+        remembered: State,
+        state: State,
+        tangents: Sequence[jax.Array],
+    ) -> jax.Array:
+        """What one tile adds to the result's tangent: the pullback, transposed."""
+        pullback = functools.partial(self.pullback, operands, owned, remembered, state)
+        own = [
+            x if m is None else jax.numpy.where(m, x, 0)
+            for x, m in zip(tangents, owned, strict=True)
+        ]
+        (found,) = jax.linear_transpose(lambda c: [*pullback(c)], self.finish(state))(own)
+        return cast(jax.Array, found)
 
 
 Kind = Literal[

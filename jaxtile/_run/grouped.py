@@ -13,12 +13,14 @@ from .recompute import (
     Array,
     Arrays,
     Cotangents,
+    Tangents,
     Wanted,
     added,
     after,
     environment,
     fill_in,
     like,
+    pushed,
     select,
     with_passing,
     zero_cotangent,
@@ -84,3 +86,14 @@ class Grouped:
             added(like(self.region.inputs, wanted[0], of_inputs), begun),
             like(self.region.globals, wanted[1], of_globals),
         )
+
+    def tangents(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, tangents: Tangents
+    ) -> Cotangents:
+        def evaluate(inputs: Arrays, globals_: Arrays) -> list[Array]:
+            env = environment(self.region, inputs, globals_)
+            self.run(self.region.steps, env)
+            return [env[v] for v in self.region.results]
+
+        inputs = with_passing(self.region, inputs, globals_)
+        return pushed(evaluate, (inputs, globals_), tangents)

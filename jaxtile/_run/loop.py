@@ -36,6 +36,7 @@ from .._regions.stages import Program, RunStage, stage_runner
 from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
+from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype, masked
 from .in_place import are_parts, chosen, places
 from .recompute import (
@@ -44,12 +45,13 @@ from .recompute import (
     Arrays,
     Cotangents,
     Pullback,
+    Tangents,
     Wanted,
     after,
     barriers_are_removed,
     environment,
-    fill_in,
     like,
+    partly,
     select,
     zero_cotangent,
     zeros_after,
@@ -158,6 +160,7 @@ class Loop:
             else (zeros(self.layout.shape(t.value), t.value.aval.dtype),)
             for t in targets
         ]
+        carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
 
         def body(carry: list[State], row: Any) -> tuple[list[State], list[State]]:
             row = list(row)
@@ -258,6 +261,7 @@ class Loop:
         place = {i: sum(wanted[0][:i]) for i in shared}
         for i, k in shared.items():
             carry[0][place[i]] = cast(Array, cotangents[k])
+        carry, rows = as_varying_as((carry, rows), [*there, *globals_])
 
         def body(carry: Sums, xs: Any) -> tuple[Sums, None]:
             row, remembered = list(xs[0]), xs[1]
@@ -285,25 +289,77 @@ class Loop:
         free = [w and c is None for w, c in zip(wanted[0], begun, strict=True)]
         return chosen(self.places, [c is not None for c in cotangents], free)
 
+    def tangents(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, tangents: Tangents
+    ) -> Cotangents:
+        """One loop over the tiles: the tangents of the targets' tiles, and sums of those of
+        reductions.
+        """
+        (kept, remembered), targets = kept, self.region.targets
+        rows = jnp.asarray(self.rows)
+        floats = [jnp.issubdtype(t.result.aval.dtype, jnp.inexact) for t in targets]
+        zeros = [
+            jnp.zeros(self.layout.shape(t.result), t.result.aval.dtype)
+            if t.reduction is None
+            else jnp.zeros(self.layout.shape(t.result), accumulation_dtype(t.result.aval.dtype))
+            for t, f in zip(targets, floats, strict=True)
+            if f
+        ]
+        there = [x for x in inputs if x is not None]
+        carry, rows = as_varying_as((zeros, rows), [*there, *globals_])
+
+        def body(carry: Arrays, xs: Any) -> tuple[list[Array], None]:
+            row, remembered = list(xs[0]), xs[1]
+            values, moved = self._pushed(inputs, globals_, tangents, row)
+            new, notes, states = iter(carry), iter(remembered), iter(kept)
+            found = []
+            for k, (target, is_float) in enumerate(zip(targets, floats, strict=True)):
+                note, state = (next(notes), next(states)) if target.reduction else ((), ())
+                if not is_float:
+                    continue
+                total, slots = next(new), self.result_slots[k]
+                if target.reduction is None:
+                    found.append(_write(total, moved[k][0], slots, row))
+                    continue
+                own = self._owned(target, row)
+                state = tuple(window(s, slots, row) for s in state)
+                share = reducer(target).push(values[k], own, note, state, moved[k])
+                found.append(_add(total, share, slots, row))
+            return found, None
+
+        found = iter(self.layout.scan(body, carry, (rows, remembered))[0])
+        return [
+            next(found).astype(t.result.aval.dtype) if f else None
+            for t, f in zip(targets, floats, strict=True)
+        ]
+
+    def _pushed(
+        self, inputs: Arrays, globals_: Arrays, tangents: Tangents, row: Row
+    ) -> tuple[list[list[Array]], list[list[Array]]]:
+        """The operands of each target in one tile, and their tangents."""
+        windows = self._with_passing(self._windows(inputs, row), globals_, row)
+        moving = self._windows(tangents[0], row), tangents[1]
+        wanted = [[t is not None for t in each] for each in moving]
+        evaluate = functools.partial(self._evaluate, row=row)
+        function, primals = partly(evaluate, (windows, globals_), wanted)
+        return jax.jvp(function, tuple(primals), tuple(map(select, moving, wanted)))
+
     def tile(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted, row: Row
     ) -> tuple[list[list[Array]], Pullback]:
         """The operands of each target in one tile, and their pullback to what is wanted."""
-        want_inputs, want_globals = wanted
-        windows = self._windows(inputs, row)
-        if self.region.before:
-            env = environment(self.region, windows, globals_)
-            self.before.run(env, row)
-            windows = [env[v] for v in self.region.inputs]
+        windows = self._with_passing(self._windows(inputs, row), globals_, row)
+        evaluate = functools.partial(self._evaluate, row=row)
+        function, primals = partly(evaluate, (windows, globals_), wanted)
+        return jax.vjp(function, *primals)
 
-        def evaluate(some_windows: Arrays, some_globals: Arrays) -> list[list[Array]]:
-            return self._evaluate(
-                fill_in(windows, want_inputs, some_windows),
-                fill_in(globals_, want_globals, some_globals),
-                row,
-            )
-
-        return jax.vjp(evaluate, select(windows, want_inputs), select(globals_, want_globals))
+    def _with_passing(self, windows: Arrays, globals_: Arrays, row: Row) -> Arrays:
+        """The windows, and those of inputs that are passing computed again."""
+        if not self.region.before:
+            return windows
+        env = environment(self.region, windows, globals_)
+        self.before.run(env, row)
+        return [env[v] for v in self.region.inputs]
 
     def cotangent_shares(
         self,

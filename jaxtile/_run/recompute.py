@@ -1,16 +1,15 @@
 """Regions that keep nothing of their inside: their residuals are their inputs.
 
-`run` is a `custom_vjp` around a region: here its forward and its backward pass are joined. `Loop`
-(in `loop`) computes a region tile by tile, `Whole` all at once; both do it again in the backward
-pass. What cannot be computed again bit for bit, the state of a reduction, is kept as well. An input
-that the policy offloads waits for the backward pass in host memory. One that is passing does not
-wait: the backward pass computes it again (`Again`).
+`run` has a derivative of its own: here the forward and the backward pass of a region are joined.
+`Loop` (in `loop`) computes a region tile by tile, `Whole` all at once; both do it again in the
+backward pass, and in forward mode. What cannot be computed again bit for bit, the state of a
+reduction, is kept as well. An input that the policy offloads waits for the backward pass in host
+memory. One that is passing does not wait: the backward pass computes it again (`Again`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
@@ -19,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
 from .._regions.tile import known, lookup
+from .._rules.derivative import apply, apply_backwards
+from .._rules.manual import as_varying_as
 
 T = TypeVar("T")
 Array = jax.Array
@@ -31,6 +31,8 @@ Arrays = Sequence[Array]
 Cotangents = Sequence[Array | None]
 Wanted = tuple[Sequence[bool], Sequence[bool]]
 """Of which inputs and of which globals cotangents are wanted."""
+Tangents = tuple[Cotangents, Cotangents]
+"""Of inputs and of globals; None where there is none."""
 Pullback = Callable[[Any], tuple[list[Array], list[Array]]]
 
 RECOMPUTED = "rematted_computation"
@@ -70,6 +72,12 @@ class Recomputed(Protocol):
         """
         ...
 
+    def tangents(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, tangents: Tangents
+    ) -> Cotangents:
+        """Tangents of the results, None for integers."""
+        ...
+
 
 def run(
     body: Recomputed,
@@ -83,48 +91,51 @@ def run(
     cotangents comes back to here, and is added to: otherwise each reader would have an array of its
     own for that. `hosted`: per input, its copy in host memory, if it has one.
     """
-    return _run(body, list(inputs), list(globals_), list(hosted))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(
-    body: Recomputed, inputs: Arrays, globals_: Arrays, hosted: Sequence[Array | None]
-) -> tuple[list[Array], list[Array]]:
-    return body.forward(inputs, globals_)[0], list(inputs)
-
-
-def _forward(
-    body: Recomputed, inputs: Sequence[Any], globals_: Sequence[Any], hosted: Sequence[Any]
-) -> tuple[tuple[list[Array], list[Array]], Any]:
-    values = jax.tree.map(lambda p: p.value, (inputs, globals_), is_leaf=_is_primal)
-    wanted = jax.tree.map(
-        lambda p: p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact),
-        (inputs, globals_),
-        is_leaf=_is_primal,
+    given = list(inputs), list(globals_), list(hosted)
+    forgets = jax.__version_info__ < (0, 12) and body.region.has_rules
+    found: tuple[list[Array], list[Array]] = (apply_backwards if forgets else apply)(
+        _Run(body), *as_varying_as(given, jax.tree.leaves(given))
     )
-    results, kept = body.forward(values[0], values[1], wanted)
-    hosted = [None if h is None else h.value for h in hosted]
-    on_device = [
-        None if passing or h is not None else x
-        for x, h, passing in zip(values[0], hosted, body.region.passing, strict=True)
-    ]
-    return (results, values[0]), (on_device, hosted, values[1], kept, _Static(wanted))
+    return found
 
 
-def _backward(
-    body: Recomputed, residuals: Any, given: tuple[Sequence[Any], Sequence[Any]]
-) -> tuple[Cotangents, Cotangents, list[None]]:
-    on_device, hosted, globals_, kept, wanted = residuals
-    cotangents, begun = ([None if isinstance(c, SymbolicZero) else c for c in g] for g in given)
-    begun = [c if w else None for c, w in zip(begun, wanted.value[0], strict=True)]
-    inputs = [
-        x if h is None else fetch(h, cotangents) for x, h in zip(on_device, hosted, strict=True)
-    ]
-    of_inputs, of_globals = body.backward(inputs, globals_, kept, cotangents, begun, wanted.value)
-    return of_inputs, of_globals, [None for _ in hosted]
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """A region's results, and its inputs, as a function of inputs, globals and hosted inputs."""
 
+    body: Recomputed
 
-_run.defvjp(_forward, _backward, symbolic_zeros=True)
+    def value(self, inputs: Arrays, globals_: Arrays, hosted: Any) -> tuple[Arrays, Arrays]:
+        return self.body.forward(inputs, globals_)[0], list(inputs)
+
+    def forward(
+        self, wanted: Any, inputs: Arrays, globals_: Arrays, hosted: Sequence[Array | None]
+    ) -> tuple[tuple[Arrays, Arrays], Any]:
+        results, kept = self.body.forward(inputs, globals_, wanted[:2])
+        on_device = [
+            None if passing or h is not None else x
+            for x, h, passing in zip(inputs, hosted, self.body.region.passing, strict=True)
+        ]
+        return (results, list(inputs)), (on_device, hosted, globals_, kept, _Static(wanted[:2]))
+
+    def tangents(self, residuals: Any, tangents: Any) -> tuple[Cotangents, Cotangents]:
+        on_device, hosted, globals_, kept, _ = residuals
+        inputs = [x if h is None else to_device(h) for x, h in zip(on_device, hosted, strict=True)]
+        return self.body.tangents(inputs, globals_, kept, tangents[:2]), list(tangents[0])
+
+    def backward(
+        self, residuals: Any, given: tuple[Cotangents, Cotangents]
+    ) -> tuple[Cotangents, Cotangents, list[None]]:
+        on_device, hosted, globals_, kept, wanted = residuals
+        cotangents, begun = given
+        begun = [c if w else None for c, w in zip(begun, wanted.value[0], strict=True)]
+        inputs = [
+            x if h is None else fetch(h, cotangents) for x, h in zip(on_device, hosted, strict=True)
+        ]
+        of_inputs, of_globals = self.body.backward(
+            inputs, globals_, kept, cotangents, begun, wanted.value
+        )
+        return of_inputs, of_globals, [None for _ in hosted]
 
 
 class Whole:
@@ -181,14 +192,20 @@ class Whole:
         wanted: Wanted,
         statistics: Mapping[Value, Array],
     ) -> tuple[list[Array], Pullback]:
-        want_inputs, want_globals = wanted
+        function, primals = partly(self._run(statistics), (inputs, globals_), wanted)
+        return jax.vjp(function, *primals)
 
-        def run(some_inputs: Arrays, some_globals: Arrays) -> list[Array]:
-            inside = fill_in(inputs, want_inputs, some_inputs)
-            env = environment(self.region, inside, fill_in(globals_, want_globals, some_globals))
-            return evaluate(self.region, env, statistics)
+    def tangents(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, tangents: Tangents
+    ) -> Cotangents:
+        inputs = with_passing(self.region, inputs, globals_)
+        return pushed(self._run({}), (inputs, globals_), tangents)
 
-        return jax.vjp(run, select(inputs, want_inputs), select(globals_, want_globals))
+    def _run(self, statistics: Mapping[Value, Array]) -> Callable[[Arrays, Arrays], list[Array]]:
+        def run(inputs: Arrays, globals_: Arrays) -> list[Array]:
+            return evaluate(self.region, environment(self.region, inputs, globals_), statistics)
+
+        return run
 
 
 class Again:
@@ -235,6 +252,14 @@ class Again:
             wanted,
         )
         return [*found[:n], *begun[n:]], totals
+
+    def tangents(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, tangents: Tangents
+    ) -> Cotangents:
+        (n, m), (kept, known) = self._own(), kept
+        nothing = [None for _ in [*inputs[n:], *known]]
+        some = [*tangents[0][:n], *nothing], [*tangents[1][:m], *(None for _ in globals_[m:])]
+        return self.again.tangents([*inputs, *known], globals_, kept, some)
 
     def _own(self) -> tuple[int, int]:
         """How many of the inputs and globals are the region's own: the first ones."""
@@ -355,16 +380,16 @@ def to_host(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Host)
 
 
+def to_device(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
 def fetch(x: Array, cotangents: Sequence[Array | None]) -> Array:
     """A copy in device memory, made only once the cotangents exist."""
     given = [c for c in cotangents if c is not None]
     if barriers_are_removed():  # a CPU has one memory: there is nothing to wait for
-        return after(jax.device_put(x, jax.memory.Space.Device), given)
-    return jax.device_put(after(x, given), jax.memory.Space.Device)
-
-
-def _is_primal(x: Any) -> bool:
-    return hasattr(x, "perturbed")
+        return after(to_device(x), given)
+    return to_device(after(x, given))
 
 
 @jax.tree_util.register_static
@@ -409,6 +434,25 @@ def added(cotangents: Cotangents, begun: Cotangents) -> list[Array | None]:
 def fill_in(items: Arrays, wanted: Sequence[bool], replacements: Iterable[Array]) -> list[Array]:
     found = iter(replacements)
     return [next(found) if w else x for x, w in zip(items, wanted, strict=True)]
+
+
+def partly(
+    function: Callable[..., Any], arguments: Sequence[Arrays], wanted: Sequence[Sequence[bool]]
+) -> tuple[Callable[..., Any], list[list[Array]]]:
+    """A function of lists of arrays as a function of the wanted ones, and these."""
+
+    def of_some(*some: Arrays) -> Any:
+        return function(*map(fill_in, arguments, wanted, some))
+
+    return of_some, list(map(select, arguments, wanted))
+
+
+def pushed(function: Callable[..., Any], arguments: Sequence[Arrays], tangents: Tangents) -> Any:
+    """The tangents of what a function of lists of arrays returns, a pytree; None for integers."""
+    wanted = [[t is not None for t in each] for each in tangents]
+    of_some, primals = partly(function, arguments, wanted)
+    found = jax.jvp(of_some, tuple(primals), tuple(map(select, tangents, wanted)))[1]
+    return jax.tree.map(lambda t: None if t.dtype == jax.dtypes.float0 else t, found)
 
 
 def zero_cotangent(value: Any) -> Any:

@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from .._errors import TilingError
 from .._graph.values import Value
 from .._mesh.collectives import first_only, merged
 from .._mesh.halos import Exchange
@@ -35,6 +36,7 @@ from .recompute import (
     Array,
     Arrays,
     Cotangents,
+    Tangents,
     Wanted,
     added,
     after,
@@ -92,6 +94,15 @@ class Sharded:
         return (
             added(like(self.region.inputs, wanted[0], sums), begun),
             like(self.region.globals, wanted[1], totals),
+        )
+
+    def tangents(
+        self, inputs: Arrays, globals_: Arrays, kept: Any, tangents: Tangents
+    ) -> Cotangents:
+        raise TilingError(
+            "forward mode (`jvp`, `jacfwd`, `linearize`, `hessian`) of a function that is tiled on "
+            "a mesh is not defined. What to do: leave out `mesh`, or call it inside "
+            "`jax.shard_map`; reverse mode (`grad`, `vjp`) is defined"
         )
 
     def _on_devices(

@@ -30,7 +30,7 @@ from jax.extend.core.primitives import copy_p
 from .._errors import TilingError, check_callable, describe, user_line
 from .._graph.build import build
 from .._graph.inline import any_call
-from .._graph.trace import Traced, trace
+from .._graph.trace import Traced, only_arrays, trace
 from .._graph.values import Graph, Node, Storage, Value
 from .._regions.grid import Tiles
 from .._regions.region import Region
@@ -98,6 +98,7 @@ def stream(fun: Callable[..., Any], *, in_axes: Any, tiles: Tiles) -> Callable[.
         progress: Callable[[int, int], Any] | None = None,
         **kwargs: Any,
     ) -> Any:
+        args, kwargs = only_arrays(fun, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         shapes = [_shape(leaf) for leaf in leaves]
         key = (tree, *map(jax.typeof, shapes))

@@ -28,6 +28,7 @@ def checkpoint(
     budget: int | str | None = None,
     mesh: Any = None,
     mesh_axes: Any = None,
+    static_argnums: Any = (),
 ) -> Tiled:
     """`jaxtile.checkpoint` of a function of NNX modules, as `nnx.remat` is of `jax.checkpoint`.
 
@@ -48,7 +49,7 @@ def checkpoint(
     """
 
     check_callable(fun)
-    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes)
+    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes, static_argnums)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):

@@ -1,0 +1,187 @@
+"""Height and width merged into one dimension, before what works by position or reduces over all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+from jaxtile._graph.joint import merge
+
+from .support import assert_close, conv, normal, parametrize_few, scalar
+
+WEIGHTS = [normal(i, 3, 3, 2, 2) for i in range(2)]
+IMAGE = normal(9, 2, 9, 7, 2)
+LABELS = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 9, 7)))
+DENSE, BIAS, KEY = normal(3, 126, 5), normal(5, 2), jax.random.key(0)
+TILED = {"in_axes": (None, (1, 2), (1, 2)), "tiles": (3, 2)}
+
+
+def normed(x, axes):
+    return (x - x.mean(axes, keepdims=True)) / jnp.sqrt(x.var(axes, keepdims=True) + 1e-2)
+
+
+def context(w, x, labels):
+    """As in a global context block: a softmax over all positions."""
+    weights = jax.nn.softmax(conv(x, w[1])[..., 0].reshape(2, -1), 1)
+    pooled = jnp.einsum("npc,np->nc", x.reshape(2, -1, 2), weights)
+    return conv(x + pooled[:, None, None], w[0])
+
+
+def one_hot(w, x, labels):
+    scores = jax.nn.log_softmax(conv(x, w[0]).reshape(-1, 2))
+    return -(scores * jax.nn.one_hot(labels.reshape(-1), 2)).sum(-1).mean()
+
+
+def cross_entropy(w, x, labels):
+    scores = conv(x, w[0]).reshape(-1, 2)
+    return optax.softmax_cross_entropy_with_integer_labels(scores, labels.reshape(-1)).mean()
+
+
+def masked(w, x, labels):
+    mask = labels.ravel() == 1
+    return (conv(x, w[0]).reshape(-1, 2) * mask[:, None]).sum(0) / jnp.maximum(mask.sum(), 1)
+
+
+def there_and_back(w, x, labels):
+    x = jnp.sin(conv(x, w[0]).reshape(2, -1, 2)) * 2 + BIAS
+    return conv(x.reshape(2, 9, 7, 2), w[1])
+
+
+def gram(w, x, labels):
+    flat = conv(x, w[0]).reshape(2, -1, 2)
+    return jnp.einsum("npc,npd->ncd", flat, flat)
+
+
+FUNCTIONS = {
+    "output": lambda w, x, n: conv(x, w[0]).reshape(-1, 2),
+    "ravelled output": lambda w, x, n: (conv(x, w[0]).ravel(), x.reshape(2, -1)),
+    "mean": lambda w, x, n: conv(x, w[0]).reshape(2, -1, 2).mean(1),
+    "maximum with ties": lambda w, x, n: (
+        jnp.round(conv(x, w[0])).reshape(2, -1, 2).max(1) * x.sum()
+    ),
+    "channels first": lambda w, x, n: (
+        conv(x, w[0]).transpose(0, 3, 1, 2).reshape(2, 2, -1).mean(-1)
+    ),
+    "dense per position": lambda w, x, n: conv(x, w[0]).reshape(-1, 2) @ w[1][0, 0] + BIAS,
+    "flatten and dense": lambda w, x, n: jnp.tanh(conv(x, w[0])).reshape(2, -1) @ DENSE,
+    "gram": gram,
+    "context": context,
+    "one hot": one_hot,
+    "cross entropy": cross_entropy,
+    "masked": masked,
+    "accuracy": lambda w, x, n: (conv(x, w[0]).reshape(-1, 2).argmax(-1) == n.ravel()).mean(),
+    "there and back": there_and_back,
+    "norm": lambda w, x, n: normed(conv(x, w[0]).reshape(2, -1, 2), 1).reshape(x.shape),
+    "group norm": lambda w, x, n: normed(conv(x, w[0]).reshape(2, 63, 2, 1), (1, 3)),
+    "relu": lambda w, x, n: (
+        jax.nn.relu(jnp.round(conv(x, w[0])).reshape(-1, 2)).sum(0) + x.ravel().sum()
+    ),
+    "random": lambda w, x, n: (
+        conv(x, w[0]).reshape(-1, 2) * jax.random.bernoulli(KEY, 0.5, (126, 2))
+    ),
+    "numbered": lambda w, x, n: (conv(x, w[0]).reshape(-1) * jnp.arange(252.0) / 252).sum(),
+    "column": lambda w, x, n: conv(x, w[0]).reshape(-1, 2)[:, 1].var(),
+    "split channels": lambda w, x, n: jnp.concatenate([x, x], -1).reshape(2, 63, 2, 2).sum((1, 2)),
+    "regrouped": lambda w, x, n: conv(x, w[0]).reshape(2, -1).reshape(-1, 2).reshape(2, 9, 7, 2),
+    "strided": lambda w, x, n: conv(x, w[0], stride=2).reshape(2, -1, 2).mean(1),
+}
+
+
+def results(fun):
+    def loss(w, x):
+        out = fun(w, x, LABELS)
+        return scalar(out), out
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(WEIGHTS, IMAGE)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_merged(name):
+    fun = FUNCTIONS[name]
+    tiled = jaxtile.checkpoint(fun, **TILED)
+    assert_close(results(tiled), results(fun))
+    assert not tiled.explain(WEIGHTS, IMAGE, LABELS).whole
+
+
+SCHEDULES = {
+    "one pixel": {"tiles": (9, 7)},
+    "whole": {"tiles": "whole"},
+    "kept": {"tiles": None},
+    "batch too": {"in_axes": (None, (0, 1, 2), (0, 1, 2)), "tiles": (2, 3, 2)},
+    "sqrt": {"policy": "sqrt", "tiles": "whole"},
+    "budget": {"budget": "10MB", "tiles": "whole"},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@parametrize_few(
+    "name", ["cross entropy", "context", "flatten and dense", "output", "norm"], always=2
+)
+def test_schedules(name, schedule):
+    fun = FUNCTIONS[name]
+    assert_close(results(jaxtile.checkpoint(fun, **(TILED | SCHEDULES[schedule]))), results(fun))
+
+
+def test_nothing_is_stored_for_a_loss():
+    """Nor for a flatten and a dense layer: it is a sum over positions."""
+    for name in ("cross entropy", "flatten and dense"):
+        tiled = jaxtile.checkpoint(FUNCTIONS[name], **TILED)
+        (region,) = tiled.explain(WEIGHTS, IMAGE, LABELS).regions
+        assert region.stored_bytes <= 80
+
+
+def test_one_of_two_is_stored():
+    def fun(w, x, labels):
+        scores = checkpoint_name(conv(x, w[0]), "scores").reshape(-1, 2)
+        return (scores * jax.nn.one_hot(labels.reshape(-1), 2)).sum()
+
+    policy = jax.checkpoint_policies.save_only_these_names("scores")
+    assert_close(results(jaxtile.checkpoint(fun, policy=policy, **TILED)), results(fun))
+
+
+def sorted_positions(w, x, labels):
+    return jnp.sort(checkpoint_name(conv(x, w[0]), "map").reshape(2, -1, 2), 1)
+
+
+def attention(w, x, labels):
+    x = checkpoint_name(conv(x, w[0]), "map").reshape(2, -1, 2)
+    return jnp.einsum("nij,njc->nic", jax.nn.softmax(jnp.einsum("nic,njc->nij", x, x)), x)
+
+
+@pytest.mark.parametrize(
+    "fun, words",
+    [
+        (sorted_positions, r"`sort` at .*test_joint.py.* positions that `reshape` merged"),
+        (lambda w, x, n: lax.cumsum(x.reshape(2, -1, 2), 1), r"`cumsum` at .*test_joint.py"),
+        (attention, r"`dot_general` at .*test_joint.py.* in two dimensions"),
+    ],
+)
+def test_what_mixes_merged_positions_is_refused(fun, words):
+    with pytest.raises(jaxtile.TilingError, match=words):
+        results(jaxtile.checkpoint(fun, **TILED))
+
+
+@pytest.mark.parametrize("fun", [sorted_positions, attention])
+def test_the_advice_works(fun):
+    policy = jax.checkpoint_policies.save_only_these_names("map")
+    assert_close(results(jaxtile.checkpoint(fun, policy=policy, **TILED)), results(fun))
+
+
+def test_a_stream():
+    run = jaxtile.stream(FUNCTIONS["mean"], **TILED)
+    args = (WEIGHTS, np.asarray(IMAGE), np.asarray(LABELS))
+    assert_close(run(*args), FUNCTIONS["mean"](*args))
+    with pytest.raises(jaxtile.TilingError):
+        jaxtile.stream(FUNCTIONS["output"], **TILED)(*args)
+
+
+def test_merge():
+    assert merge((2, 9, 7, 2), (126, 2)) == ((2, 9, 7), (2,))
+    assert merge((1, 9, 7, 2), (1, 63, 2)) == ((), (9, 7), (2,))
+    assert merge((9, 7, 4), (63, 2, 2)) == ((9, 7), (2,), (2,))
+    assert merge((9, 7), (7, 9)) is None
+    assert merge((0, 7), (0,)) is None
