@@ -73,7 +73,7 @@ def test_gradient_of_a_transposed_convolution(kernel, dilation, padding):
     assert jnp.abs(found - pull(cotangent)[0]).max() < 1e-11
 
 
-@parametrize_few("stride", [1, 2, 3], always=6)
+@parametrize_few("stride", [2, 1, 3])
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 1), (-1, 2), (3, -1)])
 @pytest.mark.parametrize("multiplier", [1, 2])
@@ -105,9 +105,9 @@ def test_gradient_of_a_depthwise_convolution(stride, dilation, padding, multipli
     assert jnp.abs(found - expected).max() < 1e-12
 
 
-@parametrize_few("strides", [(2, 2), (4, 4), (3, 1), (2, 5)], always=8)
+@parametrize_few("strides", [(2, 5), (2, 2), (4, 4), (3, 1)])
 @pytest.mark.parametrize("padding", [(0, 0), (3, 3), (-1, 2), (2, -3)])
-@pytest.mark.parametrize("size", [11, 12])
+@parametrize_few("size", [11, 12])
 @pytest.mark.parametrize("order", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NHWC")])
 def test_a_strided_convolution_of_few_channels(strides, padding, size, order):
     if order[0] == "NHWC":

@@ -99,7 +99,7 @@ def results(fun):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(WEIGHTS, IMAGE)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@parametrize_few("name", FUNCTIONS, always=10)
 def test_merged(name):
     fun = FUNCTIONS[name]
     tiled = jaxtile.checkpoint(fun, **TILED)
@@ -117,7 +117,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@parametrize_few("schedule", SCHEDULES, always=2)
 @parametrize_few(
     "name", ["cross entropy", "context", "flatten and dense", "output", "norm"], always=2
 )

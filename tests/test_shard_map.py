@@ -102,7 +102,7 @@ def data_parallel(fun, weights_vary=False):
     return jax.jit(both)(weights if weights_vary else WEIGHTS, IMAGES)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@parametrize_few("name", NETWORKS, always=4)
 def test_inside_shard_map(name):
     fun = NETWORKS[name]
     assert_close(data_parallel(jaxtile.checkpoint(fun, **TILED)), data_parallel(fun))

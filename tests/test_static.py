@@ -317,3 +317,19 @@ def test_a_branch_on_what_is_traced_says_what_to_do():
         tiled(KERNEL, IMAGE, 2)
     assert any("static_argnums" in note for note in error.value.__notes__)
     assert_same(fun, 2, static=2)
+
+
+def test_a_plan_for_arguments_that_are_not_arrays():
+    """With an activation function, a name and a flag; and its plan is one for `checkpoint`."""
+
+    def loss(kernel, image, activation, options, twice):
+        for _ in range(2 if twice else 1):
+            image = activation(jax.lax.conv(image, kernel, (1, 1), options["padding"]))
+        return jnp.mean(image**2)
+
+    args = jnp.full((4, 4, 3, 3), 0.1), jnp.ones((1, 4, 16, 16)), jnp.tanh, {"padding": "SAME"}, 1
+    tiling = {"in_axes": (None, (2, 3), None, None, None), "static_argnums": 4}
+    plan = jaxtile.plan(loss, *args, budget="1MiB", progress=lambda line: None, **tiling)
+    tiled = jaxtile.checkpoint(loss, policy=plan, **tiling)
+    found, expected = (jax.grad(f)(*args) for f in (tiled, loss))
+    assert_close(found, expected)

@@ -83,8 +83,9 @@ def make_repeatable(folder: pathlib.Path, deterministic: bool) -> None:
     """Keep the compiled programs: a run that goes on runs the same ones, at once.
 
     On a GPU the compiler tries algorithms and takes the fastest, which may differ from time to
-    time. If the run must be deterministic, those whose sums have no fixed order are left out, and
-    they are often the fastest. Programs for a CPU are for its kind.
+    time. If the run must be deterministic, it tries none: it takes the first that cuDNN names among
+    those whose sums have a fixed order, which may be far slower. Programs for a CPU are for its
+    kind.
     """
     if deterministic:
         flag = "--xla_gpu_exclude_nondeterministic_ops=true"

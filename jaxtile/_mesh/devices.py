@@ -82,6 +82,8 @@ def automatic(
     its results get those that the plain function's have; or, without one, those that `run` returns
     beside them.
     """
+    if any(isinstance(x, jax.Ref) or not hasattr(jax.typeof(x), "shape") for x in flat):
+        return run(*flat)[0]  # a mutable array, which is refused there
     flat = [jnp.asarray(x) for x in flat]
     contexts = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in flat)]
     explicit = [m for m in contexts if AxisType.Explicit in (m.axis_types or ())]

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from .._amounts import parse_bytes
-from .._graph.trace import Traced, flat_axes
+from .._graph.static import shown
+from .._graph.trace import Traced, flat_axes, only_arrays
 from .._schedule import Options, tiled
 from ..policy import Choice, Choices, Outline, outline
 from .absent import absent_device, placed
@@ -41,6 +42,7 @@ def plan(
     measure: bool = False,
     device: str | None = None,
     time_limit: float = TIME_LIMIT,
+    static_argnums: int | Sequence[int] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest schedule of `fun` whose compiled training step fits a budget of bytes.
@@ -65,6 +67,7 @@ def plan(
         GPU itself, or look at `jaxtile.memory` there.
       time_limit: seconds after which no better schedule is looked for, once one fits. Processes
         that must come to the same plan need `math.inf`.
+      static_argnums: as for `jaxtile.checkpoint`.
       progress: called with a line of text before each search for a schedule, and before and after
         each compilation; by default they are printed to the standard error.
 
@@ -88,6 +91,8 @@ def plan(
     """
     if _has_modules(args):
         fun, args = _without_modules(fun, args, step)
+    options = Options.of(in_axes, static_argnums=static_argnums)
+    args, _ = only_arrays(fun, args, {}, options.static_argnums)
     view = outline(fun, *args, in_axes=in_axes)
     if not view.parts:
         raise ValueError("there is nothing to plan: the function has no operations")
@@ -111,7 +116,7 @@ def plan(
     if measure:
         terms = dataclasses.replace(terms, costs=with_measured(view, terms.costs, terms.say))
     make = step or default_step(args, in_axes, _has_gradients(view))
-    known = _evaluated(view.traced, fun)
+    known = _evaluated(view.traced, fun, options.static_argnums)
     return Search(view, _steps(known, in_axes, make, given), terms).run()
 
 
@@ -165,7 +170,9 @@ def plan_outline(view: Outline, budget: int) -> Plan:
     return Search(view, _steps(fun, in_axes, make, shapes), terms).run()
 
 
-def _evaluated(known: Traced, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluated(
+    known: Traced, fun: Callable[..., Any], static_argnums: Sequence[int]
+) -> Callable[..., Any]:
     """The function as it was traced: its equations, which are faster to trace again than a
     library's Python code. For arguments of other shapes or types, the function itself.
     """
@@ -173,9 +180,9 @@ def _evaluated(known: Traced, fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def evaluated(*args: Any, **kwargs: Any) -> Any:
-        leaves = jax.tree.leaves((args, kwargs))
+        leaves = jax.tree.leaves(only_arrays(fun, args, kwargs, static_argnums))
         if [(jnp.shape(x), jax.dtypes.result_type(x)) for x in leaves] != expected:
-            return fun(*args, **kwargs)
+            return fun(*shown(args), **shown(kwargs))
         results = _evaluate(known, known.consts, leaves)
         return jax.tree.unflatten(known.out_tree, results)
 
