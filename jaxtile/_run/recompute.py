@@ -350,12 +350,14 @@ def _zero_of(*groups: Sequence[Array]) -> Array | None:
     """A zero that exists only once the first floating-point array of each group does.
 
     It is a sum of `x - x` for an element `x` of each, which the compiler cannot know to be 0: it is
-    NaN for an infinite `x`, and then not used.
+    NaN for an infinite `x`, and then not used. The array is settled: else XLA computes the element
+    once more, and for that holds whatever the array was computed from.
     """
     zeros = []
     for arrays in groups:
         for x in arrays:
             if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+                (x,) = _settled([x])
                 element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
                 element = element.astype(jnp.float32)
                 zeros.append(jnp.where(jnp.isfinite(element), element - element, 0))
