@@ -22,6 +22,7 @@ from jax.extend.core.primitives import reshape_p
 from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
+from .._rules.clamp import by_result
 from .._rules.manual import type_of
 from .alike import likeness
 from .inline import plain_call
@@ -159,7 +160,7 @@ class _Builder:
             # may be mixed freely.
             self._store(inputs[0].array, self._decision(eqn))
             return inputs
-        return self._tiled(eqn, rule, inputs)
+        return self._tiled(eqn, inputs)
 
     def _inline(self, eqn: Any, inner: Any, inputs: Sequence[Value]) -> list[Value]:
         """The equations of the jaxpr that an equation calls."""
@@ -183,9 +184,12 @@ class _Builder:
             inside=self.inside,
         )
 
-    def _tiled(self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]) -> Sequence[Value]:
+    def _tiled(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
         """An equation with tiled operands, in tiles; or whole, if it mixes their positions."""
-        equation = self._described(eqn, inputs)
+        node = inputs[0].array.node
+        stated = by_result(eqn) if node is not None and node.sums else None
+        equation = self._described(stated or eqn, inputs)
+        rule = rules.find(equation.primitive)
         try:
             if rule is None:
                 raise Mixes(f"there is no tiling rule for primitive `{eqn.primitive.name}`")

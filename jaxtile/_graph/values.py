@@ -77,10 +77,16 @@ class Node:
     """The first equation of the graph that this one is like."""
     stage: int = dataclasses.field(init=False)
     """How many convolutions and other expensive equations are before it, at most."""
+    sums: bool = dataclasses.field(init=False)
+    """Does it add or move results of convolutions and the like, with no factor or function between?
+    Then no derivative of these needs what it computes."""
 
     def __post_init__(self) -> None:
         self.kind = self.equation
+        known = rules.traits(self.equation.primitive)
         before = [v.array.node for v in self.inputs if v.tiled]
+        adds = known.linear == "sum" or known.kind == "movement"
+        self.sums = not known.fuses or (adds and all(n is None or n.sums for n in before))
         self.stage = max((n.stage + n.expensive for n in before if n is not None), default=0)
 
     def __repr__(self) -> str:

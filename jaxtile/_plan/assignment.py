@@ -125,6 +125,7 @@ class Assignments:
         whole = [[d.whole for d in self.durations.get(i, ())] or [0.0, 0.0] for i in range(self.n)]
         self.forward, self.backward = map(list, zip(*whole, strict=True))
         self.held = [float(p.held_bytes) for p in parts]
+        self.made = [float(p.made_bytes) for p in parts]
         self.bytes = [float(p.bytes) if p.tiled else 0.0 for p in parts]
         self.cotangent = [
             b if p.differentiable else 0.0 for b, p in zip(self.bytes, parts, strict=True)
@@ -328,7 +329,7 @@ class Assignments:
         seconds = sum(self.forward[k] for k in before)
         given = sum(self.bytes[i] for i in passing)
         # They are computed whole, one after the other, when nothing else of the group is there.
-        begin = given + 2 * max((self.held[k] for k in before), default=0.0)
+        begin = given + 2 * max((self.made[k] for k in before), default=0.0)
         kept |= _bits([*passing, *restored])
         for region in regions:
             self._passing(region, kept)
@@ -378,7 +379,7 @@ class Assignments:
             # When an operation runs, forwards or backwards, what is held after it is not there.
             forward = backward = later = 0.0
             for k in reversed(region.own):
-                forward = max(forward, self.held[k] - later)
+                forward = max(forward, self.made[k] - later)
                 backward = max(backward, 2 * self.bytes[k] - later)
                 later += self.held[k] if k < region.end else 0.0
             return Cost(0.0, forward, backward)
@@ -417,7 +418,7 @@ class Assignments:
         tile = sum(share[k] * self.held[k] for k in region.own if k != region.end)
         tile += sum(share[k] * self.bytes[k] for k in passing)
         tile += 2 * max(share[k] * self.bytes[k] for k in everything)
-        inner = [self.held[k] * (share[k] if tiled_forward else 1.0) for k in region.own]
+        inner = [self.made[k] * (share[k] if tiled_forward else 1.0) for k in region.own]
         return Cost(seconds, max(inner), tile)
 
     def _moved(self, region: Region, tiled_forward: bool) -> float:

@@ -76,7 +76,7 @@ class Model:
         self.forward, self.backward = np.array(whole).T
         self.held = np.array([p.held_bytes for p in parts], float)
         self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
-        # A stored result has a cotangent; inside a stretch, only a result that is held has one.
+        # A stored result has a cotangent; inside a stretch, only one that is an array has.
         self.cotangent = np.array(
             [p.bytes if p.tiled and p.differentiable else 0 for p in parts], float
         )
@@ -91,7 +91,7 @@ class Model:
         for i, found in enumerate(readers):
             for k in sorted(found, reverse=True):
                 self.next_reader[i + 1 : k + 1, i] = k
-        unfused = self.cotangent * (self.held > 0)
+        unfused = self.cotangent * np.array([p.made_bytes > 0 for p in parts])
         crossing = [unfused * self.live(c) for c in range(self.n + 1)]
         # While operation p is differentiated, the cotangents on both of its sides exist.
         self.beside = np.array([np.maximum(a, b).sum() for a, b in itertools.pairwise(crossing)])

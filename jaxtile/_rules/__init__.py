@@ -6,6 +6,7 @@ have no rules: `convolve` and `max_pool` have gradients that are faster than JAX
 `jaxtile._derivatives`.
 """
 
+from . import clamp as clamp
 from . import contraction as contraction
 from . import elementwise as elementwise
 from . import gather as gather

@@ -73,8 +73,10 @@ class Part:
     awaits: tuple[int, ...]
     """The reductions whose results it reads, itself or by way of what is computed from them."""
     held_bytes: int
-    """Bytes of the arrays, its result among them, that plain JAX keeps of it for the backward
-    pass: those that no fusion avoids."""
+    """Bytes of the arrays, its result among them, that are kept of it for the backward pass if
+    nothing is computed again: those that no fusion avoids."""
+    made_bytes: int
+    """Bytes of those, and of the arrays that are there while it runs only."""
     differentiable: bool
     """Has its result a cotangent?"""
     sample: Sample | None = dataclasses.field(repr=False, compare=False)
@@ -130,10 +132,12 @@ def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
     graph = build_storing(traced.jaxpr, traced.consts, traced.in_axes, traced.names)
     operations, members = contract(graph, _worth_storing(graph))
     ends = list(members)
+    held, made = _arrays(graph)
     facts = _Facts(
         traced.rank,
         index={v: k for k, end in enumerate(ends) for v in end.outputs},
-        held=_held(graph),
+        held=held,
+        made=made,
         awaits=_awaits(graph, members),
         trained=trained(graph.inputs, graph.nodes),
         probes={},
@@ -154,7 +158,8 @@ class _Facts:
     rank: int
     index: Mapping[Value, int]
     """For each result of an operation, the number of that operation."""
-    held: Collection[Value]
+    held: frozenset[Value]
+    made: frozenset[Value]
     awaits: Mapping[Node, frozenset[int]]
     trained: Collection[Value]
     probes: dict[Any, Demands]
@@ -172,8 +177,9 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         )
     )
     reductions = [n for n in nodes if n.reduction is not None]
-    results = dict.fromkeys([v for n in reductions for v in n.inputs] + [end.outputs[0]])
-    domain = [v for v in results if v.tiled]
+    ends = dict.fromkeys([v for n in reductions for v in n.inputs] + [end.outputs[0]])
+    domain = [v for v in ends if v.tiled]
+    results = [v for n in nodes for v in n.outputs if v.tiled]
     lengths = [0] * facts.rank
     for value in domain:
         for n, axis in zip(value.aval.shape, value.axes, strict=True):
@@ -187,7 +193,8 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         lengths=tuple(lengths),
         inputs=tuple(facts.index[v] for v in reads),
         awaits=tuple(sorted(frozenset().union(*(facts.awaits[n] for n in nodes)))),
-        held_bytes=sum(v.bytes for n in nodes for v in n.outputs if v in facts.held and v.tiled),
+        held_bytes=sum(v.bytes for v in results if v in facts.held),
+        made_bytes=sum(v.bytes for v in results if v in facts.made),
         differentiable=end.outputs[0] in facts.trained,
         sample=sample_of(nodes, facts.trained),
         probe=lambda: probe.demands(facts.probes),
@@ -210,24 +217,49 @@ def _awaits(graph: Graph, members: Mapping[Node, Sequence[Node]]) -> dict[Node, 
     return found
 
 
-def _held(graph: Graph) -> set[Value]:
-    """Arrays that cannot be fused away: made or read by something that does not fuse.
+def _arrays(graph: Graph) -> tuple[frozenset[Value], frozenset[Value]]:
+    """Arrays that wait for the backward pass, and those that no fusion avoids.
 
-    A plain reduction is not computed as part of its readers, but what it reads is part of it.
+    What does not fuse reads them, or makes them; the latter wait if a derivative needs them. A
+    plain reduction is not computed as part of its readers, but what it reads is part of it.
     """
-    held = {v.array for v in graph.outputs}
     source: dict[Value, Value] = {}
+    readers: dict[Value, list[Node]] = {}
+    read, made = [v.array for v in graph.outputs], list[Value]()
     for node in graph.nodes:
         known = traits(node.equation.primitive)
+        for value in node.inputs:
+            readers.setdefault(value.array, []).append(node)
         for value in node.outputs:
             origin = node.inputs[0].array if known.view else value
             source[value] = source.get(origin, origin)
-        if not node.tiled or fuses(node):
-            continue
-        held.update(source[v] for v in node.outputs)
-        if known.kind != "reduction":
-            held.update(source.get(v.array, v.array) for v in node.inputs)
-    return {source.get(v, v) for v in held}
+        if node.tiled and not fuses(node):
+            made += node.outputs
+            read += [v.array for v in node.inputs if known.kind != "reduction"]
+    held = {source.get(v, v) for v in read}
+    needed: set[Value] = set()
+    for node in reversed(graph.nodes):
+        for value in node.outputs:
+            if any(_needs_operand(r, held, needed, source) for r in readers.get(value, ())):
+                needed.add(value)
+    waiting = held | {source[v] for v in made if v in needed}
+    return frozenset(waiting), frozenset(waiting | {source[v] for v in made})
+
+
+def _needs_operand(
+    node: Node, held: Collection[Value], needed: Collection[Value], source: Mapping[Value, Value]
+) -> bool:
+    """Does a derivative need what this equation reads, or what is computed from that alone?"""
+    known = traits(node.equation.primitive)
+    if not node.tiled or not fuses(node):
+        return known.linear != "sum"
+    linear = known.linear == "sum" or known.kind in ("movement", "random")
+    asks_result = known.reads_result and len(node.inputs) == 1
+    if not linear and not asks_result:
+        return True
+    if all(source[v] in held for v in node.outputs):
+        return False
+    return asks_result or any(v in needed for v in node.outputs)
 
 
 def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
