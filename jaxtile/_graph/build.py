@@ -22,9 +22,9 @@ from jax.extend.core.primitives import reshape_p
 from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
-from .._rules.clamp import by_result
 from .._rules.manual import type_of
 from .alike import likeness
+from .clamps import ask_results
 from .inline import plain_call
 from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
 from .values import Graph, Node, Place, Value, constant, is_held
@@ -75,6 +75,8 @@ def _graph(
     outputs = [builder.merged(v) for v in builder.walk(jaxpr, _known(consts), arguments)]
     for value in outputs:
         builder.stored.setdefault(value.array, "device")
+    for node in ask_results(builder.nodes):
+        builder.classify(node)
     return Graph(arguments, outputs, builder.nodes, builder.stored)
 
 
@@ -160,7 +162,7 @@ class _Builder:
             # may be mixed freely.
             self._store(inputs[0].array, self._decision(eqn))
             return inputs
-        return self._tiled(eqn, inputs)
+        return self._tiled(eqn, rule, inputs)
 
     def _inline(self, eqn: Any, inner: Any, inputs: Sequence[Value]) -> list[Value]:
         """The equations of the jaxpr that an equation calls."""
@@ -184,12 +186,9 @@ class _Builder:
             inside=self.inside,
         )
 
-    def _tiled(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
+    def _tiled(self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]) -> Sequence[Value]:
         """An equation with tiled operands, in tiles; or whole, if it mixes their positions."""
-        node = inputs[0].array.node
-        stated = by_result(eqn) if node is not None and node.sums else None
-        equation = self._described(stated or eqn, inputs)
-        rule = rules.find(equation.primitive)
+        equation = self._described(eqn, inputs)
         try:
             if rule is None:
                 raise Mixes(f"there is no tiling rule for primitive `{eqn.primitive.name}`")
@@ -340,10 +339,15 @@ class _Builder:
             Value(aval, tuple(axes), node=node, name=name)
             for aval, axes in zip(equation.out_avals, out_axes, strict=True)
         )
-        if node.tiled and not self.inside:
-            node.kind = self._kinds.setdefault(likeness(equation, inputs), equation)
+        self.classify(node)
         self.nodes.append(node)
         return node.outputs
+
+    def classify(self, node: Node) -> None:
+        """Find the first equation of the graph that a node's is like."""
+        if node.tiled and not self.inside:
+            key = likeness(node.equation, node.inputs)
+            node.kind = self._kinds.setdefault(key, node.equation)
 
     def _decision(self, eqn: Any) -> Place | None:
         """Where the policy stores this equation's outputs; None: it recomputes them."""

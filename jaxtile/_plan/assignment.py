@@ -418,8 +418,19 @@ class Assignments:
         tile = sum(share[k] * self.held[k] for k in region.own if k != region.end)
         tile += sum(share[k] * self.bytes[k] for k in passing)
         tile += 2 * max(share[k] * self.bytes[k] for k in everything)
-        inner = [self.made[k] * (share[k] if tiled_forward else 1.0) for k in region.own]
-        return Cost(seconds, max(inner), tile)
+        part = share if tiled_forward else dict.fromkeys(region.own, 1.0)
+        return Cost(seconds, self._at_once(region.own, part), tile)
+
+    def _at_once(self, own: Sequence[int], share: Mapping[int, float]) -> float:
+        """Bytes that operations need forwards: of results that are read later, and by skips."""
+        last = {i: k for k in own for i in (k, *self.inputs[k])}
+        now = most = 0.0
+        for k in own:
+            now += share[k] * self.made[k]
+            most = max(most, now)
+            done = {i for i in (k, *self.inputs[k]) if last[i] == k and i in share}
+            now -= sum(share[i] * self.made[i] for i in done)
+        return most
 
     def _moved(self, region: Region, tiled_forward: bool) -> float:
         """Seconds to copy windows out of whole arrays, and tiles into them."""

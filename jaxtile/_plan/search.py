@@ -20,7 +20,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,7 @@ _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
+_KINDS = ("solver", "descent", "catalogue")  # of schedules, by where they come from
 
 
 class BudgetError(ValueError):
@@ -123,7 +124,8 @@ class Search:
     def _raced(self, chosen: Candidate) -> Plan:
         """The fastest of a few schedules that fit, as they run."""
         began, rivals = time.perf_counter(), [chosen]
-        for rival in sorted(self.candidates(chosen.peak), key=lambda c: c.seconds)[:_RUN]:
+        allowed = dict.fromkeys(_KINDS, chosen.peak)
+        for rival in sorted(self.candidates(allowed), key=lambda c: c.seconds)[:_RUN]:
             if rival not in self.trials and rival.seconds < _RIVAL * chosen.seconds:
                 self._try(rival)
         fits = [c for c, found in self.trials.items() if found.total <= self.budget]
@@ -166,22 +168,27 @@ class Search:
             full = self.trials[best].total > _FULL * self.budget
             if full or time.perf_counter() > self.began + self.terms.time_limit:
                 return None
-        allowed = self._allowance()
-        self.say(f"plan: looking for a schedule of {format_bytes(self.fixed + allowed)}")
-        candidate = self.fastest(allowed) or self.smallest()
+        allowed = {kind: self._allowance(kind) for kind in _KINDS}
+        most = format_bytes(self.fixed + max(allowed.values()))
+        self.say(f"plan: looking for a schedule of {most}")
+        found = [c for c in self.candidates(allowed) if c not in self.trials]
+        candidate = min(found, key=lambda c: c.seconds, default=self.smallest())
         slower = best is not None and candidate.seconds > (1 - _WORTH) * best.seconds
         return None if slower or candidate in self.trials else candidate
 
-    def _allowance(self) -> float:
+    def _allowance(self, kind: str) -> float:
         """Bytes of the model at which the compiled program should just fit.
 
         Compiled bytes are taken to be in proportion to those of the model, as in the smallest trial
-        that does not fit, or else in the largest that does. The answer lies between these two.
+        that does not fit, or else in the largest that does. The answer lies between these two. The
+        model errs differently in schedules of each kind, so each kind has its own trials.
         """
         wanted = self.budget - self.fixed
-        if not self.trials:
+        trials = [
+            (c.peak, found.temporaries) for c, found in self.trials.items() if _kind(c) == kind
+        ]
+        if not trials:
             return wanted
-        trials = [(c.peak, found.temporaries) for c, found in self.trials.items()]
         fits = max(((x, y) for x, y in trials if y <= wanted), default=(0.0, 0))
         misfits = [(x, y) for x, y in trials if y > wanted and x > fits[0]]
         if not misfits:
@@ -239,14 +246,10 @@ class Search:
             least,
         )
 
-    def fastest(self, allowed: float) -> Candidate | None:
-        """The fastest schedule whose peak by the model is at most so many bytes."""
-        return min(self.candidates(allowed), key=lambda c: c.seconds, default=None)
-
-    def candidates(self, allowed: float) -> list[Candidate]:
-        """Schedules within an allowance: of the solver, of the descent, and of the catalogue."""
-        solution = fastest(self.tables, allowed) if allowed > 0 else None
-        found = [c for c in self.others if c.peak <= allowed]
+    def candidates(self, allowed: Mapping[str, float]) -> list[Candidate]:
+        """Schedules within the allowance of their kind."""
+        solution = fastest(self.tables, allowed["solver"]) if allowed["solver"] > 0 else None
+        found = [c for c in self.others if c.peak <= allowed["catalogue"]]
         begun = []
         if solution is not None:
             candidate = _solved(self.model, self.tables, solution)
@@ -257,11 +260,9 @@ class Search:
                 candidate = dataclasses.replace(candidate, seconds=seconds)
             found.insert(0, candidate)
             begun.append(assignment)
-        if (
-            assigned := self.descent.fastest(allowed, begun, self.spans.fastest(allowed))
-        ) is not None:
-            found.append(_assigned(self.descent, assigned))
-        return found
+        within = self.spans.fastest(allowed["descent"])
+        assigned = self.descent.fastest(allowed["descent"], begun, within)
+        return found if assigned is None else [*found, _assigned(self.descent, assigned)]
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
@@ -394,6 +395,10 @@ def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
 def _named(model: Model, text: str) -> Candidate:
     """A policy of the catalogue, costed with the same model."""
     return model.estimate(resolve(text).choose(model.outline), text)
+
+
+def _kind(candidate: Candidate) -> str:
+    return candidate.source if candidate.source in _KINDS else "catalogue"
 
 
 def _grids(candidate: Candidate) -> list[GridSpec]:

@@ -3,7 +3,8 @@
 The derivative rule of `jax.nn.relu` asks where `x > 0`. After a convolution `x` is needed for
 nothing else, and yet it waits for the backward pass beside `relu(x)`, which the next convolution
 needs: twice the memory. But `x > 0` exactly where `relu(x) > 0`; and `x < 6` exactly where
-`relu6(x) < 6`. So here the result is asked, and the gradients are the same, bit for bit.
+`relu6(x) < 6`. So here the result is asked, and the gradients are the same, bit for bit. There is a
+barrier behind the result, since XLA would compute it again from `x` for every reader that it fuses.
 
 A function is taken for a clamp by what it was traced to, and its derivative rule as well: a
 function with another rule, a surrogate gradient say, is left alone.
@@ -11,6 +12,7 @@ function with another rule, a surrogate gradient say, is left alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,7 @@ from jax.extend.core import Literal as Constant
 from jax.extend.core import Primitive
 
 from .elementwise import Elementwise
-from .registry import register
+from .registry import Equation, register
 
 _clamp_p = Primitive("clamp_by_result")
 """Known to the graph only; it is never bound."""
@@ -56,7 +58,7 @@ def _clamp(bounds: tuple[tuple[str, float], ...], x: jax.Array) -> jax.Array:
 def _clamp_jvp(
     bounds: tuple[tuple[str, float], ...], primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    y, (tangent,) = _clamp(bounds, *primals), tangents
+    y, (tangent,) = lax.optimization_barrier(_clamp(bounds, *primals)), tangents
     compare = {"max": lax.gt, "min": lax.lt}
     inside = [compare[name](y, y.dtype.type(bound)) for name, bound in bounds]
     return y, lax.select(
@@ -64,16 +66,16 @@ def _clamp_jvp(
     )
 
 
-def by_result(eqn: Any) -> Any | None:
+def by_result(eqn: Equation) -> Equation | None:
     """An equation that says the same as the call of a clamp; None: it is no such call."""
-    if eqn.primitive.name != "custom_jvp_call" or len(eqn.invars) != 1 or len(eqn.outvars) != 1:
+    if eqn.primitive.name != "custom_jvp_call" or len(eqn.in_avals) != 1:
         return None
     body, rule = eqn.params["call_jaxpr"].jaxpr, eqn.params["jvp_jaxpr_fun"]
     if body not in _known or _known[body][0] is not rule:
         bounds = _bounds(body)
         _known[body] = rule, bounds if bounds and _asks_inside(eqn, bounds) else None
     found = _known[body][1]
-    return None if found is None else eqn.replace(primitive=_clamp_p, params=found)
+    return None if found is None else dataclasses.replace(eqn, primitive=_clamp_p, params=found)
 
 
 def _bounds(jaxpr: Any) -> Bounds | None:
@@ -101,17 +103,13 @@ def _number(eqn: Any, x: Any) -> float | None:
     return None if jnp.ndim(eqn.invars[1].val) else float(eqn.invars[1].val)
 
 
-def _asks_inside(eqn: Any, bounds: Bounds) -> bool:
+def _asks_inside(eqn: Equation, bounds: Bounds) -> bool:
     """Is the tangent, by the rule, that of the operand where it lies inside, and 0 elsewhere?"""
 
     def tangent(x: jax.Array, t: jax.Array) -> jax.Array:
-        def call(x: jax.Array) -> jax.Array:
-            return eqn.primitive.bind(x, **eqn.primitive.get_bind_params(eqn.params))[0]
+        return jax.jvp(lambda x: eqn.bind(x)[0], (x,), (t,))[1]
 
-        return jax.jvp(call, (x,), (t,))[1]
-
-    aval = eqn.invars[0].aval
-    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    shape = jax.ShapeDtypeStruct(eqn.in_avals[0].shape, eqn.in_avals[0].dtype)
     jaxpr = jax.make_jaxpr(tangent)(shape, shape).jaxpr
     x, t = jaxpr.invars
     wanted = frozenset((_INSIDE[name], bound) for name, bound in bounds.items())
