@@ -133,6 +133,7 @@ class Assignments:
         self.by_position = [
             all(d.scale in (0, 1) and not d.halo for line in p.demands for d in line) for p in parts
         ]
+        self.elementwise = [p.operation.kind == "elementwise" for p in parts]
         self._contract()
         self.asked = [_bits([*self.inputs[k], *self.awaits[k]]) for k in range(self.n)]
         self.joints = self._joints()
@@ -382,7 +383,7 @@ class Assignments:
                 forward = max(forward, self.made[k] - later)
                 backward = max(backward, 2 * self.bytes[k] - later)
                 later += self.held[k] if k < region.end else 0.0
-            return Cost(0.0, forward, backward)
+            return Cost(0.0, forward + self.bytes[region.end], backward)
         passing = tuple(i for i in region.reads if i in region.before)
         known = states[region.end] in (KEPT, RESTORED)
         key = (region.mode, known, passing, region.own, region.before)
@@ -417,19 +418,38 @@ class Assignments:
             seconds += self._moved(region, tiled_forward)
         tile = sum(share[k] * self.held[k] for k in region.own if k != region.end)
         tile += sum(share[k] * self.bytes[k] for k in passing)
-        tile += 2 * max(share[k] * self.bytes[k] for k in everything)
+        tile += max(self._cotangents(region, k, share, tiles > 1) for k in region.own)
         part = share if tiled_forward else dict.fromkeys(region.own, 1.0)
-        return Cost(seconds, self._at_once(region.own, part), tile)
+        return Cost(seconds, self._at_once(region, part), tile)
 
-    def _at_once(self, own: Sequence[int], share: Mapping[int, float]) -> float:
-        """Bytes that operations need forwards: of results that are read later, and by skips."""
-        last = {i: k for k in own for i in (k, *self.inputs[k])}
+    def _cotangents(
+        self, region: Region, k: int, share: Mapping[int, float], in_tiles: bool
+    ) -> float:
+        """Bytes of the cotangents of an operation's result and operands, inside a region; and of
+        the windows of whole ones, if it is computed in tiles.
+        """
+        found = 0.0
+        for i in (k, *self.inputs[k]):
+            if i in share and i != region.end:
+                found += share[i] * self.bytes[i]
+            elif in_tiles:
+                found += self.bytes[i] * share.get(i, share[k])
+        return found
+
+    def _at_once(self, region: Region, share: Mapping[int, float]) -> float:
+        """Bytes that a region needs forwards: of its result, and of what is still to be read.
+
+        An elementwise operation writes over an operand that nobody reads again.
+        """
+        last = {i: k for k in region.own for i in (k, *self.inputs[k])}
+        size = {k: share[k] * self.made[k] for k in region.own}
+        size[region.end] = share[region.end] * self.bytes[region.end]
         now = most = 0.0
-        for k in own:
-            now += share[k] * self.made[k]
-            most = max(most, now)
-            done = {i for i in (k, *self.inputs[k]) if last[i] == k and i in share}
-            now -= sum(share[i] * self.made[i] for i in done)
+        for k in region.own:
+            done = sum(size.get(i, 0.0) for i in set(self.inputs[k]) if last[i] == k)
+            over = self.elementwise[k] and done >= size[k]
+            most = max(most, now if over else now + size[k])
+            now += size[k] - done
         return most
 
     def _moved(self, region: Region, tiled_forward: bool) -> float:
@@ -493,8 +513,7 @@ class Assignments:
         needs = []
         for region in regions:
             end, cost = region.end, region.cost
-            result = self.bytes[end] if states[end] != INSIDE else 0.0
-            forward = passing[end - begin] + result + cost.forward
+            forward = passing[end - begin] + cost.forward
             backward = cotangents[end - begin] + region.restored + cost.backward
             if self._shares_cotangents(region, last):
                 backward -= self.cotangent[end]
