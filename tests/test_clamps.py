@@ -1,0 +1,132 @@
+"""ReLU and its like, whose derivative asks the result where the operand need not wait."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxtile
+from jaxtile._graph.build import build
+from jaxtile._graph.trace import trace
+
+AXES = (None, (1, 2))
+
+
+def conv(x, kernel):
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+@jax.custom_jvp
+def straight_through(x):
+    return jnp.maximum(x, 0.0)
+
+
+@straight_through.defjvp
+def _(primals, tangents):
+    return straight_through(*primals), tangents[0]
+
+
+@jax.custom_jvp
+def leaks_at_zero(x):
+    return jnp.maximum(x, 0.0)
+
+
+@leaks_at_zero.defjvp
+def _(primals, tangents):
+    return leaks_at_zero(*primals), jnp.where(primals[0] >= 0.0, tangents[0], 0.0)
+
+
+def network(function):
+    def loss(kernels, x):
+        for kernel in kernels:
+            x = checkpoint_name(conv(x, kernel), "pre")
+            x = checkpoint_name(function(x), "post")
+        return jnp.sum(jnp.sin(conv(x, kernels[0])))
+
+    return loss
+
+
+def arguments(dtype="float64"):
+    keys = jax.random.split(jax.random.key(0), 3)
+    kernels = [jax.random.normal(k, (3, 3, 2, 2), dtype) for k in keys[:2]]
+    return kernels, 4 * jax.random.normal(keys[2], (1, 9, 7, 2), dtype)
+
+
+def primitives(loss, kernels, x):
+    traced = trace(loss, (kernels, x), {}, AXES)
+    nodes = build(traced.jaxpr, traced.consts, traced.in_axes).nodes
+    return [node.equation.primitive.name for node in nodes]
+
+
+@pytest.mark.parametrize(
+    "function, restated",
+    [
+        (jax.nn.relu, True),
+        (jax.nn.relu6, True),
+        (straight_through, False),
+        (leaks_at_zero, False),
+        (lambda x: jnp.maximum(x, 0), False),
+        (jax.nn.gelu, False),
+    ],
+)
+def test_only_what_is_a_clamp_with_its_rule_is_restated(function, restated):
+    loss, given = network(function), arguments()
+    assert primitives(loss, *given).count("clamp_by_result") == 2 * restated
+    expected = jax.value_and_grad(loss, (0, 1))(*given)
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(2, 3))
+    found = jax.value_and_grad(tiled, (0, 1))(*given)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
+
+
+def test_after_a_norm_the_operand_is_asked():
+    def loss(kernels, x):
+        x = conv(x, kernels[0])
+        x = jax.nn.relu(x * kernels[1][0, 0, 0])
+        return jnp.sum(conv(x, kernels[0]))
+
+    assert "clamp_by_result" not in primitives(loss, *arguments())
+
+
+@pytest.mark.parametrize("function", [jax.nn.relu, jax.nn.relu6])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_have_the_same_bits_also_on_the_bounds(function, dtype):
+    special = [0.0, -0.0, 6.0, np.inf, -np.inf, np.nan, 1e-38, -1e-38, 3.0, 7.0, -1.0, 5.9999]
+    x = jnp.resize(jnp.array(special, dtype), (1, 4, 3, 1))
+    one = jnp.ones((1, 1, 1, 1), dtype)
+
+    def loss(kernel, x):
+        return jnp.sum(jnp.nan_to_num(conv(function(conv(x, kernel)), kernel)))
+
+    assert "clamp_by_result" in primitives(loss, one, x)
+    expected = jax.grad(loss, 1)(one, x)
+    for options in ({"tiles": (2, 3)}, {"tiles": None}):
+        found = jax.grad(jaxtile.checkpoint(loss, in_axes=AXES, **options), 1)(one, x)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_second_derivatives_at_zero_are_those_of_the_rule():
+    def loss(kernel, x):
+        y = conv(jax.nn.relu(conv(x, kernel)), kernel)
+        return jnp.sum(y**3)
+
+    x = jnp.array([0.0, 1.0, -1.0, 2.0]).reshape(1, 2, 2, 1)
+    one = jnp.ones((1, 1, 1, 1))
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(2, 1))
+    np.testing.assert_allclose(jax.hessian(tiled)(one, x), jax.hessian(loss)(one, x), rtol=1e-12)
+    np.testing.assert_allclose(
+        jax.hessian(tiled, 1)(one, x), jax.hessian(loss, 1)(one, x), rtol=1e-12
+    )
+
+
+def test_the_operand_does_not_wait_for_the_backward_pass():
+    def held(function):
+        outline = jaxtile.policy.outline(network(function), *arguments(), in_axes=AXES)
+        return {p.name: p.held_bytes > 0 for p in outline.parts if p.name.startswith("p")}
+
+    names = ("pre", "post", "pre:2", "post:2")
+    assert held(jax.nn.relu) == dict.fromkeys(names, True) | {"pre": False, "pre:2": False}
+    assert held(straight_through) == dict.fromkeys(names, True)
