@@ -66,6 +66,8 @@ class Costs:
     backward: Mapping[str, float]
     """Time of the gradient relative to the operation, by kind; `other` for all other kinds."""
 
+    applies_clamps: bool = False
+    """Does a convolution apply a ReLU that follows it along the way?"""
     classes: Mapping[str, tuple[Timing, ...]] = dataclasses.field(default_factory=dict)
     """What was measured of convolutions and the like: by class, the fewest positions first."""
 
@@ -162,6 +164,7 @@ BUILT_IN = {
         loop=4e-6,
         tile=1.11,
         backward={"convolution": 2.5, "contraction": 2.0, "max_pool": 2.2, "other": 1.7},
+        applies_clamps=True,
         # Of the benchmark's models. Shorter calls than 100 us are left out: starting them was part
         # of what was measured.
         classes=_timings(json.loads((pathlib.Path(__file__).parent / "h200.json").read_text())),

@@ -48,11 +48,15 @@ def kernels(outline: Outline) -> list[Operation | None]:
 
 def durations(outline: Outline, costs: Costs) -> dict[int, tuple[Duration, Duration]]:
     """Of the operations that take time, and of their gradients."""
-    return {
+    found = {
         k: costs.durations(kernel, part.sample)
         for k, (kernel, part) in enumerate(zip(kernels(outline), outline.parts, strict=True))
         if kernel is not None
     }
+    if costs.applies_clamps:
+        none = Duration(0.0, (0.0, 1.0), (0.0, 0.0))
+        found |= {k: (none, found[k][1]) for k in found if outline.parts[k].clamps}
+    return found
 
 
 def grids(outline: Outline) -> list[tuple[int, ...]]:

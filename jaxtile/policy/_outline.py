@@ -77,6 +77,8 @@ class Part:
     nothing is computed again: those that no fusion avoids."""
     made_bytes: int
     """Bytes of those, and of the arrays that are there while it runs only."""
+    clamps: bool
+    """Is it nothing but a ReLU, or another clamp, of what a convolution or the like computes?"""
     differentiable: bool
     """Has its result a cotangent?"""
     sample: Sample | None = dataclasses.field(repr=False, compare=False)
@@ -195,6 +197,7 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         awaits=tuple(sorted(frozenset().union(*(facts.awaits[n] for n in nodes)))),
         held_bytes=sum(v.bytes for v in results if v in facts.held),
         made_bytes=sum(v.bytes for v in results if v in facts.made),
+        clamps={n.equation.primitive.name for n in nodes} - {"name"} == {"clamp_by_result"},
         differentiable=end.outputs[0] in facts.trained,
         sample=sample_of(nodes, facts.trained),
         probe=lambda: probe.demands(facts.probes),
