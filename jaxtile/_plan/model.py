@@ -228,10 +228,12 @@ class Model:
             starts = np.array(tables.cuts[:b])
             before = np.where(starts > 0, held[starts - 1], 0)
             alive = self.live(j)
+            # What lies at the cut is an array, also if it would be part of its reader otherwise.
+            kept = np.maximum(self.held, self.bytes * alive)
             inside = _max_from(held + self.beside, starts, j)
-            at_end = held[j - 1] + self.cotangent[alive].sum()
+            at_end = _cumulative(kept)[j] + self.cotangent[alive].sum()
             tables.peak[:2, :b, b] = np.maximum(inside, at_end) - before
-            tables.added[0, :b, b] = _sum_from(self.held, starts, j)
+            tables.added[0, :b, b] = _sum_from(kept, starts, j)
             tables.added[1, :b, b] = _sum_from(self.bytes * alive, starts, j)
             once = _sum_from(self.forward + self.backward, starts, j)
             again = _sum_from(self._again(j), starts, j)
