@@ -51,8 +51,10 @@ from .recompute import (
     barriers_are_removed,
     environment,
     like,
+    on_host,
     partly,
     select,
+    to_device,
     zero_cotangent,
     zeros_after,
 )
@@ -489,11 +491,11 @@ def _starts(slots: Slots, row: Row) -> list[Array]:
 
 
 def window(x: Array, slots: Slots, row: Row) -> Array:
-    """The window of this tile."""
-    if _whole(x, slots):
-        return x
-    sizes = [size for _, size in slots]
-    return lax.dynamic_slice(x, _starts(slots, row), sizes, allow_negative_indices=False)
+    """The window of this tile, on the device."""
+    if not _whole(x, slots):
+        sizes = [size for _, size in slots]
+        x = lax.dynamic_slice(x, _starts(slots, row), sizes, allow_negative_indices=False)
+    return to_device(x) if on_host(x) else x
 
 
 def _write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
