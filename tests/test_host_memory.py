@@ -88,3 +88,19 @@ def test_a_plan_for_an_image_in_host_memory():
     step = jax.value_and_grad(jaxtile.checkpoint(loss, in_axes=AXES, policy=plan))
     x, labels = np.resize(image(np.uint8), x.shape), normal(3, *labels.shape)
     assert_close(jax.jit(step)(W, host(x), labels), jax.jit(jax.value_and_grad(loss))(W, x, labels))
+
+
+def test_what_is_offloaded_comes_back_by_window():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["one"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    x = image(np.uint8)
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(3, 2), policy=policy)
+    step = jax.value_and_grad(tiled)
+    assert_close(jax.jit(step)(W, x, LABELS), jax.jit(jax.value_and_grad(loss))(W, x, LABELS))
+    sizes = [*moved(jax.make_jaxpr(step)(W, x, LABELS).jaxpr)]
+    assert sizes.count(2 * 7 * 6 * 4) == 1  # there as a whole, and back in windows
+    assert len(sizes) > 1

@@ -4,7 +4,8 @@
 `Loop` (in `loop`) computes a region tile by tile, `Whole` all at once; both do it again in the
 backward pass, and in forward mode. What cannot be computed again bit for bit, the state of a
 reduction, is kept as well. An input that the policy offloads waits for the backward pass in host
-memory. One that is passing does not wait: the backward pass computes it again (`Again`).
+memory, and a loop reads it there by window. One that is passing does not wait: the backward pass
+computes it again (`Again`).
 """
 
 from __future__ import annotations
@@ -137,13 +138,17 @@ class _Run:
         on_device, hosted, globals_, kept, wanted = residuals
         cotangents, begun = given
         begun = [c if w else None for c, w in zip(begun, wanted.value[0], strict=True)]
-        inputs = [
-            x if h is None else fetch(h, cotangents) for x, h in zip(on_device, hosted, strict=True)
-        ]
+        there = (lambda h: h) if self._loops() else (lambda h: fetch(h, cotangents))
+        inputs = [x if h is None else there(h) for x, h in zip(on_device, hosted, strict=True)]
         of_inputs, of_globals = self.body.backward(
             inputs, globals_, kept, cotangents, begun, wanted.value
         )
         return of_inputs, of_globals, [None for _ in hosted]
+
+    def _loops(self) -> bool:
+        """Does the backward pass read windows of its inputs, wherever these are?"""
+        region = self.body.region
+        return isinstance(region, Region) and region.tiles > 1 and region.devices is None
 
 
 def _returned(inputs: Arrays) -> list[Any]:
