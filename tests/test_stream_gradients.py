@@ -144,7 +144,10 @@ def test_arguments_and_auxiliary_results():
     args = {"w": normal(1, 3), "unused": jnp.ones(2)}, normal(0, 4, 6, 3), 2.0, normal(2, 3)
     run = jaxtile.stream(fun, in_axes=(None, (0, 1), None, None), tiles=(2, 3))
     for argnums in ((0, 2), -1):
-        got = run.value_and_grad(*args, argnums=argnums, has_aux=True)
+        seen = []
+        progress = lambda *numbers: seen.append(numbers)  # noqa: E731
+        got = run.value_and_grad(*args, argnums=argnums, has_aux=True, progress=progress)
+        assert seen[-1][0] == seen[-1][1] == len(seen)  # tiles without cotangents are not run
         assert_close(got, jax.value_and_grad(fun, argnums, has_aux=True)(*args))
     assert_close(run(*args), fun(*args))
 

@@ -28,7 +28,7 @@ from .ends import Sink, Source, Store, all_of, slices
 Share = tuple[jax.Array, ...]
 """What a tile gives to a target: its tile; or the state of a reduction, with this tile in it."""
 Active = set[Value]
-"""The arrays that depend on what is differentiated with respect to."""
+"""The arrays that have cotangents."""
 Kept = tuple[list[Share], list[Any]]
 """Of reductions: their final states, and what each tile remembers."""
 
@@ -131,7 +131,7 @@ class Pass:
             [v.array in active and i < n for i, v in enumerate(again.inputs)],
             [v.array in active and i < m for i, v in enumerate(again.globals)],
         )
-        self.differentiated = any(self.wanted[0]) or any(self.wanted[1])
+        self.differentiated = any(v in active for v in region.results)
         self.reductions = [reducer(t) if t.reduction else None for t in region.targets]
         self.step = jax.jit(self._step)
         self.pull = jax.jit(self._pull, donate_argnums=0)
@@ -224,11 +224,8 @@ class Pass:
         """
         region, loop = self.back.region, self.back
         results, inputs = region.results, region.inputs
-        given = [cotangents.by_window.get(v) for v in results]
-        there = any(v in cotangents.arrays or v in cotangents.by_window for v in results)
-        if not there or not self.differentiated:
-            return
         sources = [held.by_window.get(v.array) for v in inputs]
+        given = [cotangents.by_window.get(v) for v in results]
         whole = (
             [held.array(v) for v in inputs],
             [held.whole(v) for v in region.globals],

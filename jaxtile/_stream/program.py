@@ -91,7 +91,8 @@ class Program:
                 if isinstance(step, Globals):
                     step.backward(held, cotangents)
                     continue
-                step.backward(held, cotangents, known, store, tick)
+                if step.differentiated:
+                    step.backward(held, cotangents, known, store, tick)
                 held.drop(step.region.results)
                 cotangents.drop(step.region.results)
         found = [(cotangents.arrays.get(v), v.aval) for v in map(self._argument, self.wanted)]
@@ -253,11 +254,15 @@ def _decided(
 
 
 def _active(graph: Graph, wanted: Sequence[int]) -> Active:
-    """What depends on these arguments, and has a derivative."""
-    active = {graph.inputs[i] for i in wanted}
+    """What depends on these arguments, and what the first output depends on."""
+    dependent = {graph.inputs[i] for i in wanted}
     for node in graph.nodes:
-        if any(v.array in active for v in node.inputs):
-            active |= {v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+        if any(v.array in dependent for v in node.inputs):
+            dependent |= {v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    active = {graph.outputs[0].array} & dependent
+    for node in reversed(graph.nodes):
+        if any(v in active for v in node.outputs):
+            active |= {v.array for v in node.inputs} & dependent
     return active
 
 
