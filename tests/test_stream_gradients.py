@@ -179,7 +179,7 @@ def test_refused(tmp_path):
 
 
 CEILING = """
-import resource, sys, threading, time
+import sys, threading, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.ad_checkpoint import checkpoint_name
 import jaxtile
@@ -188,7 +188,7 @@ SIZE, CHANNELS, LAYERS = 2048, 8, 5
 
 class Reopened:
     '''A file that is mapped for each window: what is mapped counts as resident.'''
-    shape, dtype = (1, SIZE, SIZE, 3), np.dtype(np.uint8)
+    shape, dtype = (1, 4 * SIZE, 4 * SIZE, 3), np.dtype(np.uint8)
     def __getitem__(self, place):
         return np.array(np.load(sys.argv[1], mmap_mode="r")[place])
 
@@ -196,7 +196,7 @@ def loss(params, x):
     x = x.astype(jnp.float32) / 255
     for i, w in enumerate(params):
         x = jax.lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x, w, (1, 1) if i else (4, 4), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
         x = checkpoint_name(jnp.tanh(x), "layer")
     return (x ** 2).mean()
 
@@ -222,15 +222,17 @@ watcher.start()
 run.value_and_grad(params, Reopened())
 done = True
 watcher.join()
-print(before, max(seen), LAYERS * SIZE ** 2 * CHANNELS * 4 / 2 ** 20)
+image, stored = 3 * (4 * SIZE) ** 2, LAYERS * SIZE ** 2 * CHANNELS * 4
+print(before, max(seen), image / 2 ** 20, stored / 2 ** 20)
 """
 
 
 @pytest.mark.slow
 def test_resident_memory_has_a_ceiling(tmp_path):
-    """671 MB are stored, and as much again of cotangents; the process grows by a tenth of that."""
+    """An image of 192 MiB, of which 640 MiB are stored, and cotangents beside them."""
     command = [sys.executable, "-c", CEILING, str(tmp_path / "image.npy"), str(tmp_path)]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    before, most, stored = map(float, said.split())
+    before, most, image, stored = map(float, said.split())
+    assert image > 190
     assert stored > 600
-    assert most - before < stored / 10, said
+    assert most - before < 48, said
