@@ -91,7 +91,7 @@ def take_steps(run: Run, now: Now, profiler: Profiler) -> int:
         Noted() as signals,
         profiler,
         data.Batches(run.train_set, size, seed=config.seed, start=run.done) as batches,
-        Feed(batches, run.devices) as feed,
+        Feed(batches, run.devices, [x.sharding for x in run.step.batch]) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):
         while run.done < run.total and not run.devices.any(bool(signals.received)):

@@ -14,6 +14,7 @@ from ._errors import TilingError
 from ._graph.build import Policy, build
 from ._graph.static import shown
 from ._graph.trace import Traced, inside, only_arrays, trace
+from ._graph.values import Graph, Storage
 from ._mesh.devices import Devices, automatic, devices_of
 from ._regions.grid import Grid, GridSpec, Tiles
 from ._regions.regions import Schedule, schedule_of
@@ -94,11 +95,19 @@ def scheduled(
 ) -> tuple[Schedule, Traced]:
     """The schedule for these arguments, and the traced function."""
     traced = trace(fun, args, kwargs, options.in_axes, options.static_argnums)
-    policy, tiles = options.policy, options.tiles
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
+    graph, stored, tiles = decided(traced, options, devices)
+    return schedule_of(graph, stored, tiles, traced.rank, devices), traced
+
+
+def decided(
+    traced: Traced, options: Options, devices: Devices | None = None
+) -> tuple[Graph, Storage, Tiles]:
+    """The graph, what of it the policy stores, and on which grids it is computed."""
+    policy, tiles = options.policy, options.tiles
     if not isinstance(policy, GraphPolicy):
         graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
-        return schedule_of(graph, graph.stored, tiles, traced.rank, devices), traced
+        return graph, graph.stored, tiles
     view, values, graph = outlined(traced)
     try:
         choices = policy.choose(view)
@@ -119,7 +128,7 @@ def scheduled(
         key: tiles if grid == "whole" else _per_device(grid, devices)
         for key, grid in chosen.items()
     }
-    return schedule_of(graph, {**graph.stored, **stored}, grids, traced.rank, devices), traced
+    return graph, {**graph.stored, **stored}, grids
 
 
 def _per_device(grid: GridSpec | Grid, devices: Devices | None) -> GridSpec | Grid:

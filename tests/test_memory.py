@@ -143,3 +143,25 @@ def test_accumulators_are_zeros_that_the_compiler_does_not_know(element):
     x = jnp.full((2, 2), element)
     assert not np.asarray(jax.jit(zeros)(x)).any()
     assert "is-finite" in jax.jit(zeros).lower(x).compile().as_text()
+
+
+def _pooled(p, x):
+    return jnp.tanh(conv(x, p["a"]).mean((1, 2)) @ p["m"]).sum()
+
+
+def _mean_of_a_map(p, x):
+    return (conv(x, p["a"]) @ p["m"]).mean()
+
+
+@pytest.mark.parametrize("head", [_pooled, _mean_of_a_map])
+def test_a_head_that_reduces_stores_no_map(head):
+    """The last map is accumulated in both directions: only what a tile has of it is there."""
+    params = {"a": jnp.ones((3, 3, 3, 32), jnp.float32), "m": jnp.ones((32, 5), jnp.float32)}
+    image = jax.ShapeDtypeStruct((1, 256, 256, 3), np.uint8)
+    fun = lambda p, x: head(p, x.astype(jnp.float32))  # noqa: E731
+    tiled = jaxtile.checkpoint(fun, in_axes=(None, (1, 2)), tiles=(16, 16))
+    stored = sum(region.stored_bytes for region in tiled.explain(params, image).regions)
+    compiled = jaxtile.compiled_bytes(jax.jit(jax.value_and_grad(tiled)).lower(params, image))
+    the_map = 256 * 256 * 32 * 4
+    assert stored <= 128
+    assert compiled.temporaries < the_map / 10

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 import tifffile
@@ -21,6 +22,7 @@ from PIL import Image as pillow
 from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError
 from experiments.training.checkpoints import Checkpoints
+from experiments.training.feed import placed
 from experiments.training.saved import Saved
 from experiments.training.trained import load_trained
 from experiments.training.workdir import Workdir
@@ -544,3 +546,37 @@ def test_profile_and_boards(tmp_path):
         assert re.search(rf"^{region} +[0-9.]+ +[0-9.]+% +[0-9.e-]+$", told, re.MULTILINE), told
     assert re.search(r"^update +[0-9.]+ +[0-9.]+% +-$", told, re.MULTILINE)
     assert list(tmp_path.glob("tensorboard/events*"))
+
+
+@pytest.mark.slow
+def test_batches_in_host_memory_give_the_same_numbers(tmp_path):
+    few = ("--config.policy=passing:2x2", "--config.train.steps=4", "--config.eval.every=0")
+    found = []
+    for place in ("device", "host"):
+        code, text = run(tmp_path / place, *few, f"--config.data.placement={place}")
+        assert code == 0, text
+        assert ("batches lie in host memory" in text) == (place == "host")
+        found.append((tmp_path / place / "metrics.jsonl").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_where_batches_lie(monkeypatch):
+    shapes = (
+        jax.ShapeDtypeStruct((1, 1024, 1024, 3), np.uint8),
+        jax.ShapeDtypeStruct((1,), np.int32),
+    )
+
+    def memory(**fields) -> tuple[list[bool], str]:
+        config = get_config()
+        with config.unlocked():
+            config.update_from_flattened_dict(fields)
+        found, text = placed(shapes, config, Devices())
+        return [x.sharding is not None for x in found], text
+
+    assert memory() == memory(policy="budget:20MiB") == ([False, False], "")  # of a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert memory(policy="budget:25MiB") == ([False, False], "")
+    assert memory(policy="budget:20MiB", **{"data.placement": "device"}) == ([False, False], "")
+    hosted, text = memory(policy="budget:20MiB")
+    assert hosted == [True, False]
+    assert "two of them take 6 MiB of 20 MiB" in text

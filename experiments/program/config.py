@@ -44,6 +44,7 @@ _DATA = {
     "eval_fraction": 0.2,  # of a folder without train/ and eval/
     "augment": False,
     "on_bad_file": "error",  # or skip
+    "placement": "auto",  # of a batch while its step runs: device, host, or what fits a budget
     "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
     "std": (0.25,),
 }
@@ -120,6 +121,7 @@ def check(config: ConfigDict) -> None:
     _one_of(config, "data.kind", ("cells", "textures", "folder"))
     _one_of(config, "data.labels", ("masks", "folders", "csv"))
     _one_of(config, "data.on_bad_file", ("error", "skip"))
+    _one_of(config, "data.placement", ("auto", "device", "host"))
     _one_of(config, "data.channels", (1, 3))
     _one_of(config, "train.optimiser", OPTIMISERS)
     _one_of(config, "train.schedule", SCHEDULES)

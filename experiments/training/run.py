@@ -12,7 +12,7 @@ from ..measuring.profile import predicted
 from ..program.config import ConfigError
 from ..program.progress import Now
 from .evaluation import Evaluation
-from .feed import Sent
+from .feed import Sent, placed
 from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data
@@ -38,6 +38,9 @@ class Run:
         self.train_set, self.eval_set = examined_data(self.task, workdir.path, devices)
         optimiser, self.learning_rate = make_optimiser(config)
         shapes = batch_shapes(self.train_set, config.train.batch_size)
+        shapes, where = placed(shapes, config, devices)
+        if where:
+            print(where, flush=True)
         self.step = Step(self.task, optimiser, shapes, devices)
         now("making weights, or restoring them")
         self.saved = Saved(workdir.path, config.checkpoint.keep, devices)

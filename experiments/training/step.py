@@ -114,7 +114,7 @@ class Step:
     def traced(self, policy: Any) -> Any:
         """The step under a policy; None: the plain loss, as it was written, on one device."""
         if policy is None:
-            return self._of(self.task.loss).trace(self.state, *self.batch)
+            return self._of(self.task.loss).trace(self.state, *_strong(self.batch))
         axes, devices = self.task.in_axes(2), self.devices
         options = devices.options(axes[2])
         loss = jaxtile.checkpoint(self.task.loss, in_axes=axes, policy=policy, **options)
@@ -147,7 +147,8 @@ class Step:
 
     @property
     def batch_bytes(self) -> int:
-        return sum(x.size * x.dtype.itemsize for x in self.batch)
+        """On the device."""
+        return sum(x.size * x.dtype.itemsize for x in self.batch if not _hosted(x))
 
     def outline(self) -> jaxtile.policy.Outline:
         axes = self.task.in_axes(2)
@@ -185,8 +186,12 @@ def _all_finite(tree: Any) -> jax.Array:
     return jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
 
 
+def _hosted(x: jax.ShapeDtypeStruct) -> bool:
+    return x.sharding is not None and x.sharding.memory_kind == "pinned_host"
+
+
 def _strong(shapes: Any) -> Any:
-    """Without weak types, which a checkpoint does not keep."""
+    """Without weak types, which a checkpoint does not keep, and without places."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
 
 

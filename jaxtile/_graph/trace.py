@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from .._errors import TilingError, check_callable, describe
-from .._rules import Axes, untiled
+from .._rules import Axes, tiled, untiled
 from .static import Static, hide, shown
 
 # True while a function is traced for tiling. A `checkpoint` inside another one then steps aside:
@@ -77,7 +77,8 @@ def trace(
 
     with inside(True):
         try:
-            closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*flat)
+            types = [_on_device(x, labels) for x, labels in zip(flat, axes, strict=True)]
+            closed, out_shape = jax.make_jaxpr(flat_fun, return_shape=True)(*types)
         except _NEEDS_VALUES as error:
             error.add_note(
                 "`jaxtile` traces its function. What the function branches on must be static: see "
@@ -99,6 +100,14 @@ def trace(
     refuse_references((f"constant {i}", x) for i, x in enumerate(closed.consts))
     out_tree = jax.tree.structure(out_shape)
     return Traced(closed.jaxpr, closed.consts, flat, names, axes, rank, out_tree)
+
+
+def _on_device(x: Any, axes: Axes) -> Any:
+    """What to trace with instead of a tiled array in host memory: tiles of it are on the device."""
+    aval = jax.typeof(x)
+    if not tiled(axes) or aval.memory_space is not jax.memory.Space.Host:
+        return x
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def only_arrays(

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._graph.sample import Sample
 from ..policy import Outline
@@ -76,7 +77,7 @@ def step_seconds(lowered: Any, compiled: Any, repeats: int = 3) -> float:
     """Of a compiled step, on arguments of zeros; the fastest of some runs."""
     times = []
     for _ in range(repeats + 1):  # arguments may be donated
-        args, kwargs = jax.tree.map(_zeros, lowered.args_info)
+        args, kwargs = jax.tree.map(_zeros, lowered.args_info, compiled.input_shardings)
         jax.block_until_ready((args, kwargs))
         begin = time.perf_counter()
         jax.block_until_ready(compiled(*args, **kwargs))
@@ -84,7 +85,10 @@ def step_seconds(lowered: Any, compiled: Any, repeats: int = 3) -> float:
     return min(times[1:])
 
 
-def _zeros(x: Any) -> jax.Array:
+def _zeros(x: Any, place: Any) -> jax.Array:
+    """Where the step wants it; None: nowhere, it is not used."""
+    if place is not None and place.memory_kind == "pinned_host":
+        return jax.device_put(np.zeros(x.shape, x.dtype), place)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.split(jax.random.key(0), x.shape)
     return jnp.zeros(x.shape, x.dtype)

@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from .._amounts import parse_bytes
 from .._graph.static import shown
 from .._graph.trace import Traced, flat_axes, only_arrays
+from .._run.recompute import on_host, to_device
 from .._schedule import Options, tiled
 from ..policy import Choice, Choices, Outline, outline
 from .absent import absent_device, placed
@@ -137,7 +139,7 @@ class Budget:
 
     def __init__(self, budget: int | str):
         self.bytes = parse_bytes(budget)
-        self._plans: dict[str, Choices] = {}
+        self._plans: dict[Any, Choices] = {}
 
     def __repr__(self) -> str:
         return f"budget:{self.bytes}"
@@ -145,7 +147,7 @@ class Budget:
     def choose(self, outline: Outline) -> Choices:
         if not outline.parts:
             return {...: Choice(None)}
-        known = outline.fingerprint
+        known = outline.fingerprint, *map(on_host, outline.traced.arguments)
         if known not in self._plans:
             self._plans[known] = plan_outline(outline, self.bytes).choices
         return self._plans[known]
@@ -158,6 +160,10 @@ def plan_outline(view: Outline, budget: int) -> Plan:
     # What the function closes over may be traced; it becomes arguments.
     held = [*known.jaxpr.invars, *known.jaxpr.constvars]
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in held]
+    there = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    for i, x in enumerate(known.arguments):
+        if on_host(x):
+            shapes[i] = jax.ShapeDtypeStruct(shapes[i].shape, shapes[i].dtype, sharding=there)
     in_axes += (None,) * len(known.jaxpr.constvars)
 
     def fun(*leaves: Any) -> Any:
@@ -191,7 +197,12 @@ def _evaluated(
 
 def _evaluate(known: Traced, consts: Sequence[Any], leaves: Sequence[Any]) -> list[jax.Array]:
     """The equations; a result that is a constant is an array too."""
-    return [jnp.asarray(x) for x in jax.core.eval_jaxpr(known.jaxpr, consts, *leaves)]
+    given = zip(leaves, known.jaxpr.invars, strict=True)
+    moved = [
+        to_device(x) if jax.typeof(x).memory_space is not v.aval.memory_space else x
+        for x, v in given
+    ]
+    return [jnp.asarray(x) for x in jax.core.eval_jaxpr(known.jaxpr, consts, *moved)]
 
 
 def default_step(

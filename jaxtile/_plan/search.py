@@ -416,4 +416,6 @@ def _arguments_and_results(traced: Any) -> int:
 
 
 def _size(aval: Any) -> int:
-    return aval.size * getattr(aval.dtype, "itemsize", 8)
+    """On the device."""
+    hosted = aval.memory_space is jax.memory.Space.Host
+    return 0 if hosted else aval.size * getattr(aval.dtype, "itemsize", 8)

@@ -17,19 +17,37 @@ from .._regions.stages import RunStage, stage_runner
 from .._regions.tile import known, lookup
 from .grouped import Grouped
 from .loop import Loop
-from .recompute import Again, Recomputed, Whole, evaluate, run, to_host
+from .recompute import Again, Recomputed, Whole, evaluate, on_host, run, to_device, to_host
 from .sharded import Sharded
 
 
 def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     """The outputs of the function for flat arguments."""
-    devices = schedule.devices
-    arrays = map(jax.numpy.asarray, flat)
-    env: dict[Value, Any] = dict(zip(schedule.graph.inputs, arrays, strict=True))
+    devices, by_window = schedule.devices, _only_by_window(schedule)
+    env: dict[Value, Any] = {}
+    for value, x in zip(schedule.graph.inputs, map(jax.numpy.asarray, flat), strict=True):
+        moved = value.tiled and value not in by_window and on_host(x)
+        env[value] = to_device(x) if moved else x
     if devices is not None:
         env = {v: devices.split(x, v.axes) for v, x in env.items()}
     _run_steps(schedule.steps, env, schedule.stored, devices, stage_runner())
     return [_as_array(_whole(env, v, devices)) for v in schedule.graph.outputs]
+
+
+def _only_by_window(schedule: Schedule) -> set[Value]:
+    """The arguments that only loops read: these may stay in host memory."""
+    whole = [v.array for v in schedule.graph.outputs]
+    for step in schedule.steps:
+        if isinstance(step, Group) and step.again is not None:
+            whole += step.again.inputs
+    for each in schedule.flat:
+        if isinstance(each, Node):
+            whole += [v.array for v in each.inputs]
+            continue
+        for region in filter(None, (each, each.again)):
+            whole += [v.array for v in region.globals]
+            whole += [v.array for v in region.inputs if not region.tiled]
+    return set() if schedule.devices else {*schedule.graph.inputs} - {*whole}
 
 
 def _run_steps(
@@ -61,7 +79,7 @@ def _run_steps(
             results, inputs = run(body, inputs, globals_, copies)
             if devices is None:
                 read = zip(body.region.inputs, inputs, strict=True)
-                env.update((v, x) for v, x in read if v.base is None)
+                env.update((v, x) for v, x in read if v.base is None and x is not None)
         for value, x in zip(step.results, results, strict=True):
             env[value] = known(x, statistics[value]) if statistics and value in statistics else x
         hosted |= {v: to_host(env[v]) for v in step.results if stored.get(v) == "host"}

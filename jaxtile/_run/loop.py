@@ -51,8 +51,10 @@ from .recompute import (
     barriers_are_removed,
     environment,
     like,
+    on_host,
     partly,
     select,
+    to_device,
     zero_cotangent,
     zeros_after,
 )
@@ -164,11 +166,7 @@ class Loop:
 
         def body(carry: list[State], row: Any) -> tuple[list[State], list[State]]:
             row = list(row)
-            if wanted is not None and self.region.changes_value:
-                values, _ = self.tile(inputs, globals_, wanted, row)
-            else:
-                values = self._evaluate(self._windows(inputs, row), globals_, row)
-            shares = self._shares(values, row)
+            shares = self.shares(self.windows(inputs, row), globals_, row, wanted)
             new: list[State] = []
             remembered: list[State] = []
             for k, (target, share) in enumerate(zip(targets, shares, strict=True)):
@@ -197,11 +195,14 @@ class Loop:
         kept = [s for t, s in zip(targets, states, strict=True) if t.reduction is not None]
         return results, (kept, remembered)
 
-    def shares(self, windows: Arrays, globals_: Arrays, row: Row) -> list[State]:
+    def shares(
+        self, windows: Arrays, globals_: Arrays, row: Row, wanted: Wanted | None = None
+    ) -> list[State]:
         """What one tile gives to each target: its tile, or the state of a reduction of it."""
-        return self._shares(self._evaluate(windows, globals_, row), row)
-
-    def _shares(self, values: Sequence[Arrays], row: Row) -> list[State]:
+        if wanted is not None and self.region.changes_value:
+            values, _ = self.tile(windows, globals_, wanted, row)
+        else:
+            values = self._evaluate(windows, globals_, row)
         return [
             tuple(operands)
             if target.reduction is None
@@ -254,7 +255,7 @@ class Loop:
         put = [
             (_write, self.result_slots[shared[i]])
             if i in shared
-            else (_write if self.parted[i] and c is None else _add, self.input_slots[i])
+            else (_write if self.parted[i] and c is None else add, self.input_slots[i])
             for i, c in enumerate(begun)
         ]
         carry = self.sums(globals_, wanted, len(rows), zeros, begun)
@@ -269,7 +270,8 @@ class Loop:
             for i, k in shared.items():
                 given[k] = carry[0][place[i]]
             with jax.named_scope(RECOMPUTED):
-                values, pull = self.tile(inputs, globals_, wanted, row)
+                values, pull = self.tile(self.windows(inputs, row), globals_, wanted, row)
+            given = self.result_windows(given, row)
             shares = self.cotangent_shares(values, kept, remembered, given, row)
             for k in shared.values():  # read once, before it is written
                 shares[k] = lax.optimization_barrier(shares[k])
@@ -324,7 +326,7 @@ class Loop:
                 own = self._owned(target, row)
                 state = tuple(window(s, slots, row) for s in state)
                 share = reducer(target).push(values[k], own, note, state, moved[k])
-                found.append(_add(total, share, slots, row))
+                found.append(add(total, share, slots, row))
             return found, None
 
         found = iter(self.layout.scan(body, carry, (rows, remembered))[0])
@@ -337,18 +339,18 @@ class Loop:
         self, inputs: Arrays, globals_: Arrays, tangents: Tangents, row: Row
     ) -> tuple[list[list[Array]], list[list[Array]]]:
         """The operands of each target in one tile, and their tangents."""
-        windows = self._with_passing(self._windows(inputs, row), globals_, row)
-        moving = self._windows(tangents[0], row), tangents[1]
+        windows = self._with_passing(self.windows(inputs, row), globals_, row)
+        moving = self.windows(tangents[0], row), tangents[1]
         wanted = [[t is not None for t in each] for each in moving]
         evaluate = functools.partial(self._evaluate, row=row)
         function, primals = partly(evaluate, (windows, globals_), wanted)
         return jax.jvp(function, tuple(primals), tuple(map(select, moving, wanted)))
 
     def tile(
-        self, inputs: Arrays, globals_: Arrays, wanted: Wanted, row: Row
+        self, windows: Arrays, globals_: Arrays, wanted: Wanted, row: Row
     ) -> tuple[list[list[Array]], Pullback]:
         """The operands of each target in one tile, and their pullback to what is wanted."""
-        windows = self._with_passing(self._windows(inputs, row), globals_, row)
+        windows = self._with_passing(windows, globals_, row)
         evaluate = functools.partial(self._evaluate, row=row)
         function, primals = partly(evaluate, (windows, globals_), wanted)
         return jax.vjp(function, *primals)
@@ -369,7 +371,10 @@ class Loop:
         cotangents: Cotangents,
         row: Row,
     ) -> list[list[Array]]:
-        """The cotangents of the operands of each target in one tile: what belongs to the tile."""
+        """The cotangents of the operands of each target in one tile: what belongs to the tile.
+
+        `cotangents`: on the tile's window of each target.
+        """
         shares = []
         notes, states = iter(remembered), iter(kept)
         for k, (target, operands) in enumerate(zip(self.region.targets, values, strict=True)):
@@ -379,10 +384,10 @@ class Loop:
                 shares.append([zero_cotangent(x) for x in operands])
                 continue
             own = self._owned(target, row)
-            share: Sequence[Array] = [window(cotangent, slots, row)]
+            share: Sequence[Array] = [cotangent]
             if target.reduction is not None:
                 state = tuple(window(s, slots, row) for s in state)
-                share = reducer(target).pullback(operands, own, note, state, share[0])
+                share = reducer(target).pullback(operands, own, note, state, cotangent)
             mine = [masked(x, mask, 0) for x, mask in zip(share, own, strict=True)]
             shares.append([self.layout.counted(target, x) for x in mine])
         return shares
@@ -400,7 +405,7 @@ class Loop:
         for i, (value, slots) in enumerate(zip(self.region.inputs, self.input_slots, strict=True)):
             if not wanted[0][i]:
                 continue
-            dtype, first = self._sum_dtype(value, slots, tiles), begun[i] if begun else None
+            dtype, first = self.sum_dtype(value, slots, tiles), begun[i] if begun else None
             shape = self.layout.shape(value)
             sums.append(zeros(shape, dtype) if first is None else first.astype(dtype))
         totals = [zeros(x.shape, accumulation_dtype(x.dtype)) for x in select(globals_, wanted[1])]
@@ -411,7 +416,7 @@ class Loop:
     ) -> Sums:
         """The sums with one more tile; `put`: how each input's cotangents are put into place."""
         (sums, totals), (from_windows, from_globals) = carry, pulled
-        put = select(put or [(_add, slots) for slots in self.input_slots], wanted[0])
+        put = select(put or [(add, slots) for slots in self.input_slots], wanted[0])
         sums = [
             put_in(s, g, slots, row)
             for (put_in, slots), s, g in zip(put, sums, from_windows, strict=True)
@@ -422,16 +427,22 @@ class Loop:
         ]
         return sums, totals
 
-    def _sum_dtype(self, value: Value, slots: Slots, tiles: int) -> Any:
+    def sum_dtype(self, value: Value, slots: Slots, tiles: int) -> Any:
         """What many tiles read, not just neighbours, has a sum over tiles as its cotangent."""
         size, dtype = math.prod(self.layout.shape(value)), value.aval.dtype
         times_read = math.prod(size for _, size in slots) * tiles / max(1, size)
         return accumulation_dtype(dtype) if times_read > 8 else dtype
 
-    def _windows(self, inputs: Sequence[Array | None], row: Row) -> list[Any]:
+    def windows(self, inputs: Sequence[Array | None], row: Row) -> list[Any]:
         return [
             None if x is None else window(x, slots, row)
             for x, slots in zip(inputs, self.input_slots, strict=True)
+        ]
+
+    def result_windows(self, cotangents: Cotangents, row: Row) -> list[Any]:
+        return [
+            None if c is None or c.dtype == jax.dtypes.float0 else window(c, slots, row)
+            for c, slots in zip(cotangents, self.result_slots, strict=True)
         ]
 
     def _evaluate(self, windows: Arrays, globals_: Arrays, row: Row) -> list[list[Array]]:
@@ -480,11 +491,11 @@ def _starts(slots: Slots, row: Row) -> list[Array]:
 
 
 def window(x: Array, slots: Slots, row: Row) -> Array:
-    """The window of this tile."""
-    if _whole(x, slots):
-        return x
-    sizes = [size for _, size in slots]
-    return lax.dynamic_slice(x, _starts(slots, row), sizes, allow_negative_indices=False)
+    """The window of this tile, on the device."""
+    if not _whole(x, slots):
+        sizes = [size for _, size in slots]
+        x = lax.dynamic_slice(x, _starts(slots, row), sizes, allow_negative_indices=False)
+    return to_device(x) if on_host(x) else x
 
 
 def _write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
@@ -494,5 +505,5 @@ def _write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     return lax.dynamic_update_slice(x, tile, _starts(slots, row), allow_negative_indices=False)
 
 
-def _add(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
+def add(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     return _write(x, window(x, slots, row) + tile, slots, row)

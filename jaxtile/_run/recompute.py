@@ -4,7 +4,8 @@
 `Loop` (in `loop`) computes a region tile by tile, `Whole` all at once; both do it again in the
 backward pass, and in forward mode. What cannot be computed again bit for bit, the state of a
 reduction, is kept as well. An input that the policy offloads waits for the backward pass in host
-memory. One that is passing does not wait: the backward pass computes it again (`Again`).
+memory, and a loop reads it there by window. One that is passing does not wait: the backward pass
+computes it again (`Again`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._errors import TilingError
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
 from .._regions.tile import known, lookup
@@ -89,7 +91,8 @@ def run(
 
     These are the same arrays. But if the next reader takes them from here, then the sum of its
     cotangents comes back to here, and is added to: otherwise each reader would have an array of its
-    own for that. `hosted`: per input, its copy in host memory, if it has one.
+    own for that. `hosted`: per input, its copy in host memory, if it has one. An input that lies
+    there itself has no cotangents, and None in its place.
     """
     given = list(inputs), list(globals_), list(hosted)
     forgets = jax.__version_info__ < (0, 12) and body.region.has_rules
@@ -106,17 +109,23 @@ class _Run:
     body: Recomputed
 
     def value(self, inputs: Arrays, globals_: Arrays, hosted: Any) -> tuple[Arrays, Arrays]:
-        return self.body.forward(inputs, globals_)[0], list(inputs)
+        return self.body.forward(inputs, globals_)[0], _returned(inputs)
 
     def forward(
         self, wanted: Any, inputs: Arrays, globals_: Arrays, hosted: Sequence[Array | None]
     ) -> tuple[tuple[Arrays, Arrays], Any]:
+        if any(w and on_host(x) for w, x in zip(wanted[0], inputs, strict=True)):
+            raise TilingError(
+                "a tiled argument in host memory has no gradient: move it to the device first, "
+                "with `jax.device_put(x, jax.memory.Space.Device)`"
+            )
         results, kept = self.body.forward(inputs, globals_, wanted[:2])
         on_device = [
             None if passing or h is not None else x
             for x, h, passing in zip(inputs, hosted, self.body.region.passing, strict=True)
         ]
-        return (results, list(inputs)), (on_device, hosted, globals_, kept, _Static(wanted[:2]))
+        residuals = on_device, hosted, globals_, kept, _Static(wanted[:2])
+        return (results, _returned(inputs)), residuals
 
     def tangents(self, residuals: Any, tangents: Any) -> tuple[Cotangents, Cotangents]:
         on_device, hosted, globals_, kept, _ = residuals
@@ -129,13 +138,21 @@ class _Run:
         on_device, hosted, globals_, kept, wanted = residuals
         cotangents, begun = given
         begun = [c if w else None for c, w in zip(begun, wanted.value[0], strict=True)]
-        inputs = [
-            x if h is None else fetch(h, cotangents) for x, h in zip(on_device, hosted, strict=True)
-        ]
+        there = (lambda h: h) if self._loops() else (lambda h: fetch(h, cotangents))
+        inputs = [x if h is None else there(h) for x, h in zip(on_device, hosted, strict=True)]
         of_inputs, of_globals = self.body.backward(
             inputs, globals_, kept, cotangents, begun, wanted.value
         )
         return of_inputs, of_globals, [None for _ in hosted]
+
+    def _loops(self) -> bool:
+        """Does the backward pass read windows of its inputs, wherever these are?"""
+        region = self.body.region
+        return isinstance(region, Region) and region.tiles > 1 and region.devices is None
+
+
+def _returned(inputs: Arrays) -> list[Any]:
+    return [None if on_host(x) else x for x in inputs]
 
 
 class Whole:
@@ -343,7 +360,8 @@ def barriers_are_removed() -> bool:
 
 
 def _minus(x: Array, zero: Array) -> Array:
-    return x - zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    there = jnp.issubdtype(x.dtype, jnp.floating) and not on_host(x)
+    return x - zero.astype(x.dtype) if there else x
 
 
 def _zero_of(*groups: Sequence[Array]) -> Array | None:
@@ -356,7 +374,7 @@ def _zero_of(*groups: Sequence[Array]) -> Array | None:
     zeros = []
     for arrays in groups:
         for x in arrays:
-            if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.size and not on_host(x):
                 (x,) = _settled([x])
                 element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
                 element = element.astype(jnp.float32)
@@ -384,6 +402,11 @@ def to_host(x: Array) -> Array:
 
 def to_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device)
+
+
+def on_host(x: Any) -> bool:
+    """Does an array lie in host memory? JAX's types say so."""
+    return jax.typeof(x).memory_space is jax.memory.Space.Host
 
 
 def fetch(x: Array, cotangents: Sequence[Array | None]) -> Array:

@@ -160,7 +160,8 @@ class Sharded:
         """On one device: the results, and what is kept for the derivative."""
         recomputed = self.region.grid.recomputed
         if not recomputed and wanted is not None:  # it keeps what JAX keeps
-            values, pull = self.loop.tile(inputs, globals_, wanted, list(rows[0]))
+            row = list(rows[0])
+            values, pull = self.loop.tile(self.loop.windows(inputs, row), globals_, wanted, row)
             return [v[0] for v in values], pull
         states, remembered = self.loop.accumulate(inputs, globals_, rows, wanted)
         states = [
@@ -190,7 +191,8 @@ class Sharded:
         zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
         sums = self.loop.sums(globals_, wanted, 1, zeros)
         values = [[self._aval(t.value)] for t in self.region.targets]
-        shares = self.loop.cotangent_shares(values, (), (), cotangents, row)
+        given = self.loop.result_windows(cotangents, row)
+        shares = self.loop.cotangent_shares(values, (), (), given, row)
         return self.loop.added(sums, kept(shares), wanted, row)
 
     def _aval(self, value: Value) -> jax.ShapeDtypeStruct:

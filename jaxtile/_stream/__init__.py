@@ -1,5 +1,5 @@
-"""Evaluation from disk to disk: `jaxtile.stream`.
+"""Loops that run on the host, over arrays that stay on disk: `jaxtile.stream`.
 
-Read `streaming` (the public face, and the schedule that stores nothing), `passes` (the loops over
-tiles, which run on the host) and `ends` (what is read from and written to).
+Read `streaming` (the public face), `program` (the schedule, and its passes in order), `passes` (the
+tiles of one region, forwards and backwards) and `ends` (what is read, written and stored).
 """

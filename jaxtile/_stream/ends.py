@@ -1,7 +1,15 @@
-"""Where tiles come from and where they go: arguments that are read, outputs that are written."""
+"""Where tiles come from and where they go.
+
+Arguments are read, outputs are written. What is stored between passes is both: an array in the
+memory of the host, or in a file that has no name, so that nothing is left of it when the process
+ends, however it ends.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +67,48 @@ class Sink:
         except Exception as error:
             error.add_note(f"while `jaxtile.stream` wrote {_position(self.name, place)}")
             raise
+
+
+class Store:
+    """An array that a pass writes and others read, all by window; at first it is zero."""
+
+    def __init__(self, value: Value, dtype: Any, folder: str | os.PathLike[str] | None):
+        self.shape, self.dtype = tuple(value.aval.shape), np.dtype(dtype)
+        self.size = max(1, value.aval.size * self.dtype.itemsize)
+        self.memory = np.zeros(self.shape, self.dtype) if folder is None else None
+        self.file = None if folder is None else tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        if self.file is None:
+            return
+        try:  # a full disk is an error here; later it would be the end of the process
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.file.fileno(), 0, self.size)
+            else:
+                self.file.truncate(self.size)
+        except OSError as error:
+            what = f"{value.name or 'a value'}, {self.size} bytes,"
+            error.add_note(f"while `jaxtile.stream` made room for {what} in `store` (={folder!r})")
+            raise
+
+    def read(self, place: tuple[slice, ...]) -> np.ndarray:
+        return np.array(self._array()[place])
+
+    def write(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
+        self._array()[place] = tile
+
+    def add(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
+        self._array()[place] += tile.astype(self.dtype)
+
+    def close(self) -> None:
+        self.memory = None
+        if self.file is not None:
+            self.file.close()
+
+    def _array(self) -> np.ndarray:
+        """The whole array. A file is mapped anew for each window: only that is ever in memory."""
+        if self.memory is not None:
+            return self.memory
+        assert self.file is not None
+        return np.ndarray(self.shape, self.dtype, mmap.mmap(self.file.fileno(), self.size))
 
 
 def slices(slots: Sequence[tuple[Any, int]], row: Any) -> tuple[slice, ...]:

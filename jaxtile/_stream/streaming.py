@@ -1,48 +1,51 @@
-"""Evaluate a function from disk to disk: `jaxtile.stream`.
+"""Evaluate and differentiate a function on arrays that stay on disk: `jaxtile.stream`.
 
-An image may be larger than the memory of the machine. To evaluate a network on it, tiles must be
-read from a file and results written to a file, one after the other.
+An image may be larger than the memory of the machine. Then tiles must be read from a file, and
+results written to a file, one after the other.
 
-The schedule is that of `checkpoint` with nothing stored. Then every region reads only arguments,
-global values and results of reductions, and its loop can run on the host: read the windows of a
-tile from the arguments, compute on the device, write the tile of the result. All tiles of a region
-share one compiled program. While the device computes a tile, a thread reads the next one, and the
-one before is written.
+The schedule is that of `checkpoint`, and its loops run on the host: read the windows of a tile,
+compute on the device, write the tile of the result. What the policy stores, and the cotangents of
+that, lie in host memory or in files between the passes, and are read and written by window too. All
+tiles of a region share one compiled program, forwards, and another one backwards. While the device
+computes a tile, a thread reads the next one, and another writes the one before.
 
-Limits: for every reduction that waits for another (each group norm of a network, for instance)
-there is one more pass over the source, which computes all that is before it again; neighbouring
-tiles read and compute their common halo twice.
+Limits: without a policy, for every reduction that waits for another (each group norm of a network,
+for instance) there is one more pass over the source, which computes all that is before it again;
+neighbouring tiles read and compute their common halo twice; results of reductions, and of what they
+remember for each tile, stay in memory.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
+import os
 from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core.primitives import copy_p
 
-from .._errors import TilingError, check_callable, describe, user_line
-from .._graph.build import build
-from .._graph.inline import any_call
-from .._graph.trace import Traced, only_arrays, trace
-from .._graph.values import Graph, Node, Storage, Value
+from .._errors import TilingError, check_callable, describe
+from .._graph.build import Policy
+from .._graph.static import shown
+from .._graph.trace import only_arrays, trace
 from .._regions.grid import Tiles
-from .._regions.region import Region
-from .._regions.regions import schedule_of
-from .._regions.tile import lookup
-from .._rules import Equation
-from .ends import Sink, Source, all_of, dtype_of
-from .passes import Globals, Pass
+from .._schedule import Options
+from ..policy import GraphPolicy
+from .ends import dtype_of
+from .program import Folder, Program, Progress
 
 
-def stream(fun: Callable[..., Any], *, in_axes: Any, tiles: Tiles) -> Callable[..., Any]:
-    """Evaluate `fun` tile by tile, on arrays that never exist as a whole in memory.
+def stream(
+    fun: Callable[..., Any],
+    *,
+    in_axes: Any,
+    tiles: Tiles,
+    policy: Policy | GraphPolicy | str | None = None,
+    store: str | os.PathLike[str] | None = None,
+) -> Streamed:
+    """Evaluate and differentiate `fun` tile by tile, on arrays that are never whole in memory.
 
     The result is called as `fun` is, and has its value. A tiled argument is anything with `.shape`,
     `.dtype` and NumPy slicing, such as a `numpy.memmap` or the reader of an image file; only
@@ -61,6 +64,10 @@ def stream(fun: Callable[..., Any], *, in_axes: Any, tiles: Tiles) -> Callable[.
       fun: any JAX function of pytrees; it is traced, not rewritten.
       in_axes: which array axes are tiled, as in `jaxtile.checkpoint`.
       tiles: tiles per tiled axis, as in `jaxtile.checkpoint`, but never `"whole"` or None.
+      policy: what is stored between passes, as in `jaxtile.checkpoint`. `None` stores nothing, and
+        each pass computes from the source what it needs.
+      store: the folder in which that is stored, in files without names: nothing is left of them
+        when the call ends, or the process, however it ends. `None`: in the memory of the host.
 
     Returns:
       A function of the arguments of `fun`, and of two more:
@@ -85,165 +92,123 @@ def stream(fun: Callable[..., Any], *, in_axes: Any, tiles: Tiles) -> Callable[.
     >>> bool(np.allclose(out, blur(kernel, image), atol=1e-6))
     True
 
-    There is nothing to differentiate here: use `jaxtile.checkpoint` for that. A value that `fun`
-    needs whole, because an equation mixes its positions, is an error.
+    Of a function that returns a number, `value_and_grad` also computes the gradients of what is not
+    streamed, as a rule the parameters:
+
+    >>> loss = lambda kernel, image: (blur(kernel, image) ** 2).mean()
+    >>> streamed = jaxtile.stream(loss, in_axes=(None, (2, 3)), tiles=(4, 4))
+    >>> value, grads = streamed.value_and_grad(kernel, image)
+    >>> bool(np.allclose(grads, jax.grad(loss)(kernel, image), rtol=1e-5))
+    True
+
+    It is not for use inside `jit` or `grad`: it reads files while it runs. A value that `fun` needs
+    whole, because an equation mixes its positions, is an error.
     """
     check_callable(fun)
-    programs: dict[Any, _Program] = {}
+    if store is not None and not os.path.isdir(store):
+        raise TilingError(f"`store` (={os.fspath(store)!r}) must be a folder that exists")
+    return Streamed(fun, Options.of(in_axes, tiles, policy), store)
 
-    @functools.wraps(fun)
-    def run(
-        *args: Any,
-        out: Any = None,
-        progress: Callable[[int, int], Any] | None = None,
-        **kwargs: Any,
+
+class Streamed:
+    """What `stream` returns: a function whose loops run on the host."""
+
+    def __init__(self, fun: Callable[..., Any], options: Options, store: Folder):
+        functools.update_wrapper(self, fun, updated=())
+        self._fun, self._options, self._store = fun, options, store
+        self._programs: dict[Any, Program] = {}
+
+    def __call__(
+        self, *args: Any, out: Any = None, progress: Progress | None = None, **kwargs: Any
     ) -> Any:
-        args, kwargs = only_arrays(fun, args, kwargs)
+        args, kwargs = only_arrays(self._fun, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
+        program = self._program(leaves, tree)
+        results = program.run(leaves, out, self._store, progress or _silent)
+        return jax.tree.unflatten(program.traced.out_tree, results)
+
+    def value_and_grad(
+        self,
+        *args: Any,
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
+        """The function's value, and its gradients with respect to arguments that are not streamed.
+
+        As `jax.value_and_grad(fun, argnums, has_aux)(*args, **kwargs)`: the value is a number, or,
+        with `has_aux`, a number and anything else. Tiled results in the latter are NumPy arrays.
+        `progress` is called as `progress(done, total)` after every tile of every pass.
+        """
+        args, kwargs = only_arrays(self._fun, args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        if not all(-len(args) <= i < len(args) for i in numbers):
+            raise TilingError(
+                f"`argnums` (={argnums!r}) must be numbers of positional arguments, of which there "
+                f"are {len(args)} here"
+            )
+        where = [_flat(args, i % len(args)) for i in numbers]
+        wanted = tuple(dict.fromkeys(i for each in where for i in each))
+        program = self._program(leaves, tree, wanted, has_aux)
+        results, grads = program.value_and_grad(leaves, self._store, progress or _silent)
+        found = dict(zip(wanted, grads, strict=True))
+        trees = [
+            shown(jax.tree.unflatten(jax.tree.structure(args[n]), [found[i] for i in each]))
+            for n, each in zip(numbers, where, strict=True)
+        ]
+        value = jax.tree.unflatten(program.traced.out_tree, results)
+        return value, trees[0] if isinstance(argnums, int) else tuple(trees)
+
+    def _program(
+        self, leaves: Sequence[Any], tree: Any, wanted: tuple[int, ...] = (), has_aux: bool = False
+    ) -> Program:
         shapes = [_shape(leaf) for leaf in leaves]
-        key = (tree, *map(jax.typeof, shapes))
-        if key not in programs:
+        key = (tree, wanted, has_aux, *map(jax.typeof, shapes))
+        if key not in self._programs:
             args, kwargs = jax.tree.unflatten(tree, shapes)
-            programs[key] = _Program(trace(fun, args, kwargs, in_axes), tiles)
-        return programs[key](leaves, out, progress or (lambda done, total: None))
+            traced = trace(self._fun, args, kwargs, self._options.in_axes)
+            program = Program(traced, self._options, wanted)
+            if wanted:
+                _check_differentiable(program, has_aux)
+            self._programs[key] = program
+        return self._programs[key]
 
-    return run
+
+def _silent(done: int, total: int) -> None:
+    pass
 
 
-class _Program:
-    """The passes over the sources, and the global equations between them, for given shapes."""
+def _flat(args: Sequence[Any], number: int) -> list[int]:
+    """Which of the flat arguments this argument is made of."""
+    before = sum(len(jax.tree.leaves(x)) for x in args[:number])
+    return list(range(before, before + len(jax.tree.leaves(args[number]))))
 
-    def __init__(self, traced: Traced, tiles: Tiles):
-        self.traced = traced
-        try:
-            self.graph = build(
-                traced.jaxpr,
-                traced.consts,
-                traced.in_axes,
-                look_through=any_call,  # nothing here is differentiated
-                names=traced.names,
-            )
-            self.held = _store_nothing(self.graph)
-            outputs = {v for v in self.graph.outputs if v.node is not None}
-            stored: Storage = dict.fromkeys(self.held | outputs, "device")
-            plan = schedule_of(self.graph, stored, tiles, traced.rank)
-        except TilingError as error:
-            error.add_note("`jaxtile.stream` stores nothing: it has no `policy`")
-            raise
-        if not all(region.tiled for region in plan.regions):
+
+def _check_differentiable(program: Program, has_aux: bool) -> None:
+    for i in program.wanted:
+        value, name = program.graph.inputs[i], program.traced.names[i]
+        if value.tiled:
             raise TilingError(
-                f"`tiles` (={tiles!r}) must be numbers of tiles: `jaxtile.stream` holds no whole "
-                "arrays"
+                f"`{name}`, {describe(value.aval, value.axes)}, is streamed, and has no gradient "
+                "here: `argnums` must be arguments that `in_axes` does not tile"
             )
-        self.steps: list[Pass | Globals] = []
-        for _, steps in itertools.groupby(plan.flat, lambda s: isinstance(s, Region)):
-            found = list(steps)
-            nodes = [step for step in found if isinstance(step, Node)]
-            self.steps += [Pass(step) for step in found if isinstance(step, Region)]
-            self.steps += [Globals(nodes, plan)] if nodes else []
-        self.tiles = sum(region.tiles for region in plan.regions)
-
-    def __call__(self, leaves: Sequence[Any], out: Any, progress: Callable[[int, int], Any]) -> Any:
-        sinks = self._sinks(out)
-        sources: dict[Value, Source] = {}
-        env: dict[Value, Any] = {}
-        for value, name, leaf in zip(self.graph.inputs, self.traced.names, leaves, strict=True):
-            if not value.tiled:
-                env[value] = jnp.asarray(leaf)
-                continue
-            sources[value] = Source(name, leaf, value.aval)
-            if value in self.held:
-                env[value] = jnp.asarray(sources[value].read(all_of(value)))
-        done = itertools.count(1)
-        for step in self.steps:
-            if isinstance(step, Pass):
-                tick = lambda: progress(next(done), self.tiles)  # noqa: E731
-                env.update(step.run(env, sources, sinks, tick))
-            else:
-                env.update(step.run(env))
-        results: list[Any] = []
-        for value in self.graph.outputs:
-            if value not in sinks:
-                results.append(jnp.asarray(lookup(env, value.array)))
-                continue
-            sink = sinks[value].pop(0)
-            if value.array in env:  # a reduction over some of the tiled axes
-                sink.write(all_of(value), np.asarray(env[value.array]))
-            results.append(sink.array)
-        return jax.tree.unflatten(self.traced.out_tree, results)
-
-    def _sinks(self, out: Any) -> dict[Value, list[Sink]]:
-        """Where each tiled output goes: one place for every time that it is returned."""
-        tree, outputs = self.traced.out_tree, self.graph.outputs
-        try:
-            given = [None] * len(outputs) if out is None else tree.flatten_up_to(out)
-        except ValueError as error:
+        if not jnp.issubdtype(value.aval.dtype, jnp.inexact):
             raise TilingError(
-                f"`out` must be a pytree like the function's result, {tree}, with None for what is "
-                f"not written: {error}"
-            ) from None
-        sinks: dict[Value, list[Sink]] = {}
-        paths = jax.tree.leaves_with_path(jax.tree.unflatten(tree, outputs))
-        for (path, value), array in zip(paths, given, strict=True):
-            name = "out" + jax.tree_util.keystr(path)
-            if value.tiled:
-                sinks.setdefault(value, []).append(Sink(name, array, value))
-            elif array is not None:
-                raise TilingError(
-                    f"`{name}` must be None: that output, {describe(value.aval, value.axes)}, "
-                    "carries no tiled axis and is returned"
-                )
-        return sinks
-
-
-def _store_nothing(graph: Graph) -> set[Value]:
-    """Make every tiled output a copy that nothing reads, so that no value inside must be held.
-
-    Held on the device are values of one position only, which equations after the tiles read.
-    """
-
-    def reduced(value: Value) -> bool:
-        return value.node is not None and value.node.reduction is not None
-
-    held: set[Value] = set()
-    for node in graph.nodes:
-        for value in node.inputs:
-            array = value.array
-            by_window = node.tiled and (value.base is None or array.node is None)
-            if array.tiled and not reduced(array) and not by_window:
-                _check_size(array, node)
-                held.add(array)
-    copies: dict[Value, Value] = {}
-    for value in graph.outputs:
-        if value.array.tiled and not reduced(value.array) and value not in copies:
-            copies[value] = _copy(graph, value.array)
-    for value in held:
-        value.name = None  # nobody chooses a grid for it
-    graph.outputs[:] = [copies.get(value, value) for value in graph.outputs]
-    return held
-
-
-def _copy(graph: Graph, value: Value) -> Value:
-    aval, axes = (value.aval,), (value.axes,)
-    equation = Equation(
-        primitive=copy_p, params={}, in_avals=aval, in_axes=axes, out_avals=aval, out_axes=axes
-    )
-    node = Node(equation, (value,))
-    copy = Value(value.aval, value.axes, node=node, name=value.name)
-    node.outputs = (copy,)
-    graph.nodes.append(node)
-    return copy
-
-
-def _check_size(value: Value, reader: Node) -> None:
-    sizes = [n for n, axis in zip(value.aval.shape, value.axes, strict=True) if axis is not None]
-    if any(n > 1 for n in sizes):
-        source = "an argument" if value.node is None else value.node.equation.primitive.name
+                f"`{name}`, {describe(value.aval, value.axes)}, has no gradient: `argnums` must be "
+                "arguments of floating-point numbers; give this one as another argument"
+            )
+    tree, outputs = program.traced.out_tree, program.graph.outputs
+    parts = tree.children() if has_aux else [tree]
+    if has_aux and (len(parts) != 2 or tree.node_data()[0] is not tuple):
+        raise TilingError(f"with `has_aux` the function must return a pair, and not {tree}")
+    number = parts[0].num_leaves == 1 and outputs[0].aval.shape == ()
+    if not number or not jnp.issubdtype(outputs[0].aval.dtype, jnp.floating):
+        avals = [describe(v.aval, v.axes) for v in outputs[: parts[0].num_leaves]]
         raise TilingError(
-            f"{value.name or source!r}, {describe(value.aval, value.axes)} (* marks a tiled "
-            f"dimension), would have to be stored: `{reader.equation.primitive.name}` at "
-            f"{user_line(*reader.equation.source_infos)} does not read it by windows that follow "
-            "its tiles"
+            f"only a function that returns one real number has a gradient; this one returns "
+            f"{', '.join(avals) or 'nothing'}" + ("" if has_aux else "; see also `has_aux`")
         )
 
 

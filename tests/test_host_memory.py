@@ -1,0 +1,106 @@
+"""A tiled argument in host memory is read by window: it is never whole on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import SingleDeviceSharding
+
+import jaxtile
+from jaxtile import TilingError
+
+from .support import assert_close, conv, normal
+
+W = {"a": normal(1, 3, 3, 3, 4), "b": normal(2, 3, 3, 4, 1)}
+LABELS = normal(5, 2, 7, 6, 1)
+AXES = (None, (1, 2), (1, 2))
+SAVED = jax.checkpoint_policies.save_only_these_names("one")
+
+
+def loss(p, x, labels):
+    x = checkpoint_name(conv(x / 255.0, p["a"], 2), "one")
+    y = conv(jax.nn.relu(x - x.mean((0, 1, 2))), p["b"])
+    return jnp.mean((y - labels) ** 2)
+
+
+def host(x):
+    return jax.device_put(x, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+
+
+def image(dtype):
+    return np.random.default_rng(0).integers(0, 256, (2, 13, 11, 3)).astype(dtype)
+
+
+def moved(jaxpr):
+    """Sizes of all arrays that are copied to another memory."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put":
+            yield from (v.aval.size for v in eqn.outvars)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from moved(inner)
+
+
+@pytest.mark.parametrize(
+    "dtype, options",
+    [
+        (np.uint8, {"tiles": (3, 2), "policy": SAVED}),
+        (np.float64, {"tiles": (3, 2)}),
+        pytest.param(np.float64, {"policy": "passing:3x2"}, marks=pytest.mark.slow),
+    ],
+)
+def test_windows_are_moved_and_nothing_else(dtype, options):
+    x = image(dtype)
+    step = jax.value_and_grad(jaxtile.checkpoint(loss, in_axes=AXES, **options))
+    args = W, host(x), host(LABELS)
+    assert_close(jax.jit(step)(*args), jax.jit(jax.value_and_grad(loss))(W, x, LABELS))
+    sizes = [*moved(jax.make_jaxpr(step)(*args).jaxpr)]
+    assert sizes
+    assert not {x.size, LABELS.size} & {*sizes}
+
+
+def test_what_runs_untiled_gets_a_copy_on_the_device():
+    x = image(np.uint8)
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles="whole")
+    got = jax.jit(jax.value_and_grad(tiled))(W, host(x), host(LABELS))
+    assert_close(got, jax.jit(jax.value_and_grad(loss))(W, x, LABELS))
+
+
+def test_no_gradient_of_what_lies_in_host_memory():
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(3, 2))
+    x = image(np.float64)
+    with pytest.raises(TilingError, match=r"in host memory has no gradient: move it to the device"):
+        jax.grad(tiled, argnums=1)(W, host(x), LABELS)
+    on_device = jax.device_put(host(x), jax.memory.Space.Device)
+    got = jax.jit(jax.grad(tiled, argnums=1))(W, on_device, LABELS)
+    assert_close(got, jax.grad(loss, argnums=1)(W, x, LABELS))
+
+
+@pytest.mark.slow
+def test_a_plan_for_an_image_in_host_memory():
+    place = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    x = jax.ShapeDtypeStruct((2, 130, 110, 3), np.uint8, sharding=place)
+    labels = jax.ShapeDtypeStruct((2, 65, 55, 1), np.float64)
+    quietly = {"progress": lambda line: None}
+    plan = jaxtile.plan(loss, W, x, labels, in_axes=AXES, budget="2MB", **quietly)
+    assert plan.measured_bytes <= 2_000_000
+    step = jax.value_and_grad(jaxtile.checkpoint(loss, in_axes=AXES, policy=plan))
+    x, labels = np.resize(image(np.uint8), x.shape), normal(3, *labels.shape)
+    assert_close(jax.jit(step)(W, host(x), labels), jax.jit(jax.value_and_grad(loss))(W, x, labels))
+
+
+def test_what_is_offloaded_comes_back_by_window():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["one"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    x = image(np.uint8)
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(3, 2), policy=policy)
+    step = jax.value_and_grad(tiled)
+    assert_close(jax.jit(step)(W, x, LABELS), jax.jit(jax.value_and_grad(loss))(W, x, LABELS))
+    sizes = [*moved(jax.make_jaxpr(step)(W, x, LABELS).jaxpr)]
+    assert sizes.count(2 * 7 * 6 * 4) == 1  # there as a whole, and back in windows
+    assert len(sizes) > 1
