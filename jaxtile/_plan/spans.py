@@ -93,6 +93,7 @@ class Spans:
                 costs.forward[k],
                 costs.backward[k],
                 costs.held[k],
+                costs.made[k],
                 costs.bytes[k],
                 tuple((i - first, line) for i, line in costs.reads[k]),
                 tuple(i - first for i in costs.awaits[k]),
