@@ -172,9 +172,13 @@ class Search:
         most = format_bytes(self.fixed + max(allowed.values()))
         self.say(f"plan: looking for a schedule of {most}")
         found = [c for c in self.candidates(allowed) if c not in self.trials]
-        candidate = min(found, key=lambda c: c.seconds, default=self.smallest())
+        candidate = min(found, key=self._rank, default=self.smallest())
         slower = best is not None and candidate.seconds > (1 - _WORTH) * best.seconds
         return None if slower or candidate in self.trials else candidate
+
+    def _rank(self, candidate: Candidate) -> tuple[float, int]:
+        """Faster ones first; of those that are as fast, but for rounding, the simplest."""
+        return round(candidate.seconds / self.plain.seconds, 6), len(candidate.stages)
 
     def _allowance(self, kind: str) -> float:
         """Bytes of the model at which the compiled program should just fit.
