@@ -1,8 +1,9 @@
 """From a traced function to a graph whose values know which of their dimensions are tiled.
 
 The builder walks a jaxpr once, forwards. Calls (`jit`, `remat`, ...) are looked through; a `scan`
-over tiled values is unrolled. For every equation that touches a tiled value it asks the primitive's
-rule for the axes of the outputs. An untiled operand that is combined position by position with a
+over tiled values is unrolled. Of a `cond`, reductions over tiled axes are taken out. For every
+equation that touches a tiled value the builder asks the primitive's rule for the axes of the
+outputs. An untiled operand that is combined position by position with a
 tiled one is *promoted*: evaluated window by window if its own rule allows (an `iota`, a broadcast,
 random bits, a cast of those), otherwise computed whole, once, and read by window.
 """
@@ -24,6 +25,7 @@ from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
 from .._rules.manual import type_of
 from .alike import likeness
+from .branches import in_parts
 from .inline import plain_call
 from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
 from .values import Graph, Node, Place, Value, constant, is_held
@@ -78,14 +80,17 @@ def _graph(
 
 
 def build_inside(
-    closed: Any, in_axes: Sequence[Axes], out_axes: Sequence[Axes] | None = None
+    closed: Any,
+    in_axes: Sequence[Axes],
+    out_axes: Sequence[Axes] | None = None,
+    in_rule: bool = True,
 ) -> Graph:
-    """The graph of a jaxpr that is evaluated inside a tile: a function with a derivative rule, or
-    that rule.
+    """The graph of a jaxpr that is evaluated inside a tile: a function with a derivative rule, that
+    rule, or, not `in_rule`, a branch.
 
     Nothing in it can be stored. Its results carry `out_axes`, if they are given.
     """
-    builder = _Builder(inside=True)
+    builder = _Builder(in_tile=True, in_rule=in_rule)
     arguments = [Value(v.aval, axes) for v, axes in zip(closed.jaxpr.invars, in_axes, strict=True)]
     outputs = builder.walk(closed.jaxpr, _known(closed.consts), arguments)
     if any(isinstance(v, Joint) for v in outputs):
@@ -99,8 +104,9 @@ class _Builder:
     """The walk over a jaxpr: the nodes made so far, and what they need stored.
 
     `calls` are the places of the calls that are being looked through, the innermost one last. What
-    cannot be tiled is an error, unless `store_mixed`: then its operands are stored. `inside`: the
-    jaxpr is evaluated inside a tile, where nothing can be stored.
+    cannot be tiled is an error, unless `store_mixed`: then its operands are stored. `in_tile`: the
+    jaxpr is evaluated inside a tile, where nothing can be stored; `in_rule`: there, as a function
+    with a derivative rule, or as that rule.
     """
 
     def __init__(
@@ -108,12 +114,14 @@ class _Builder:
         policy: Policy | None = None,
         look_through: Callable[[Any], Any] = plain_call,
         store_mixed: bool = False,
-        inside: bool = False,
+        in_tile: bool = False,
+        in_rule: bool = False,
     ):
         self.policy = policy
         self.look_through = look_through
         self.store_mixed = store_mixed
-        self.inside = inside
+        self.in_tile, self.in_rule = in_tile, in_rule
+        self._restating = False
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
         self.stored: dict[Value, Place] = {}
@@ -152,12 +160,14 @@ class _Builder:
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals])
         if name == "scan":
             return self._unroll(eqn, inputs)
+        if name == "cond":
+            return self._branch(eqn, rule, inputs)
         if rule is not None and rule.apart and len(inputs) > 1:
             return self._apart(eqn, rule, inputs)
         if name == "name" and is_held(inputs[0], self.stored):
             # A name for an array that is held anyway stores nothing new; if the policy saves it, it
             # may be mixed freely.
-            self._store(inputs[0].array, self._decision(eqn))
+            self._store(inputs[0].array, self._decision(self._described(eqn, inputs)))
             return inputs
         return self._tiled(eqn, rule, inputs)
 
@@ -180,7 +190,7 @@ class _Builder:
             constant=_constants(inputs),
             source_infos=(eqn.source_info, *self.calls[::-1]),
             effects=eqn.effects,
-            inside=self.inside,
+            inside=self.in_rule,
         )
 
     def _tiled(self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]) -> Sequence[Value]:
@@ -202,11 +212,11 @@ class _Builder:
             out_axes=tuple(out_axes),
             constant=_constants(promoted),
         )
-        if not self.inside and (reason := rule.runs_whole(equation)) is not None:
+        if not self.in_tile and (reason := rule.runs_whole(equation)) is not None:
             return self._run_whole(equation, inputs, reason)
         reduction = rule.reduction(equation)
         outputs = self._add(equation, promoted, out_axes, reduction)
-        place = self._decision(eqn)
+        place = self._decision(equation)
         for value in outputs:
             self._store(value, place)
         if reduction is None and not any(v.tiled for v in outputs):
@@ -225,8 +235,15 @@ class _Builder:
         whole = [self._whole(v) for v in inputs]
         found = [v for v in whole if v is not None]
         if len(found) < len(whole):
-            raise refuse(equation, refusal) from None
+            raise self._refusal(equation, refusal) from None
         return found
+
+    def _refusal(self, equation: Equation, refusal: Mixes) -> Exception:
+        """Inside a function that runs in a tile, it is that function which cannot."""
+        if not self.in_tile:
+            return refuse(equation, refusal)
+        line = user_line(*equation.source_infos)
+        return Mixes(f"inside it, `{equation.primitive.name}` at {line}: {refusal.reason}")
 
     def _joint(self, eqn: Any, value: Value) -> Joint | None:
         """What a `reshape` merges, if nobody stores it; None: it merges no tiled dimensions."""
@@ -273,7 +290,7 @@ class _Builder:
         if whole is None:
             reason = "it mixes positions that `reshape` merged into one dimension"
             advice = "do it before the `reshape`"
-            raise refuse(self._described(eqn, inputs), Mixes(reason, advice)) from None
+            raise self._refusal(self._described(eqn, inputs), Mixes(reason, advice)) from None
         return self._call(lambda x: lax.reshape(x, value.aval.shape), [whole])
 
     def merged(self, value: Value) -> Value:
@@ -336,16 +353,16 @@ class _Builder:
             Value(aval, tuple(axes), node=node, name=name)
             for aval, axes in zip(equation.out_avals, out_axes, strict=True)
         )
-        if node.tiled and not self.inside:
+        if node.tiled and not self.in_tile:
             node.kind = self._kinds.setdefault(likeness(equation, inputs), equation)
         self.nodes.append(node)
         return node.outputs
 
-    def _decision(self, eqn: Any) -> Place | None:
+    def _decision(self, equation: Equation) -> Place | None:
         """Where the policy stores this equation's outputs; None: it recomputes them."""
         if self.policy is None:
             return None
-        decision = self.policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+        decision = self.policy(equation.primitive, *equation.in_avals, **equation.params)
         if isinstance(decision, bool):
             return "device" if decision else None
         # JAX does not export the types of its decisions.
@@ -496,6 +513,34 @@ class _Builder:
             for var, *parts in zip(eqn.outvars[n_carry:], *collected, strict=True)
         ]
         return [*carry, *stacked]
+
+    def _branch(
+        self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]
+    ) -> Sequence[Value]:
+        """A `cond` on a global number: the branch that is taken, if that is known; otherwise a
+        `cond` in every tile, without what cannot run there.
+        """
+        branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
+        index = constant(inputs[0]) if platforms is None else None
+        if index is not None:
+            return self._inline(eqn, branches[int(index)], inputs[1:])
+        try:
+            in_axes = [v.axes for v in inputs[1:]]
+            graphs = [build_inside(b, in_axes, in_rule=self.in_rule) for b in branches]
+        except Mixes:  # as the rule will say
+            return self._tiled(eqn, rule, inputs)
+        restated = None if self._restating else in_parts(graphs, self._is_saved, platforms)
+        if restated is None:
+            return self._tiled(eqn, rule, inputs)
+        self._restating = True
+        outputs = self._restated(eqn, restated, inputs)
+        self._restating = False
+        return outputs
+
+    def _is_saved(self, node: Node) -> bool:
+        """Is it a name that the policy saves?"""
+        named = node.equation.primitive.name == "name"
+        return node.tiled and named and self._decision(node.equation) is not None
 
     def _call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value:
         return self._calls(fun, inputs)[0]
