@@ -35,7 +35,7 @@ from .._graph.build import build_inside
 from .._graph.inline import any_call
 from .._graph.trace import inside, is_gone
 from .._graph.values import Graph, Value
-from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register
+from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register, tiled
 from .._rules.manual import type_of
 from .._rules.plainly import plainly
 from .call_tile import (
@@ -72,6 +72,8 @@ class _Call(Rule):
 @register("custom_jvp_call")
 class CustomJvp(_Call):
     def runs_whole(self, eqn: Equation) -> str | None:
+        if _partly_tiled(eqn):
+            return _PARTLY
         try:
             graphs = [_body(eqn, eqn.in_axes), _tangents(eqn)]
         except ClosureError:
@@ -131,7 +133,7 @@ class CustomVjp(_Call):
     changes_value = True
 
     def runs_whole(self, eqn: Equation) -> str | None:
-        return _unproved(eqn)
+        return _PARTLY if _partly_tiled(eqn) else _unproved(eqn)
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         by_axis = _window_per_axis(eqn, windows)
@@ -170,6 +172,13 @@ class CustomVjp(_Call):
 def _body(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
     """The function itself."""
     return eqn.once((_body, tuple(in_axes)), lambda: build_inside(any_call(eqn), in_axes))
+
+
+_PARTLY = "some of its results carry no tiled axis"
+
+
+def _partly_tiled(eqn: Equation) -> bool:
+    return len({tiled(axes) for axes in eqn.out_axes}) > 1
 
 
 def _mixes(graph: Graph) -> bool:

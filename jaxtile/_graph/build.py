@@ -33,6 +33,9 @@ from .values import Graph, Node, Place, Value, constant, is_held
 Policy = Callable[..., Any]
 """As `jax.checkpoint` takes it."""
 
+_BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
+"""Work whose results are about as large as its operands."""
+
 
 def build(
     jaxpr: Any,
@@ -126,6 +129,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.stored: dict[Value, Place] = {}
         self._promoted: dict[tuple[Value, Axes], Value] = {}
+        self._wholes: dict[Hashable, Value | None] = {}
         self._kinds: dict[Hashable, Equation] = {}
 
     def walk(
@@ -232,7 +236,7 @@ class _Builder:
         """
         if self.store_mixed:
             self._store_whole([v for v in inputs if v.tiled])
-        whole = [self._whole(v) for v in inputs]
+        whole = [self._whole(v, _BOUNDED) for v in inputs]
         found = [v for v in whole if v is not None]
         if len(found) < len(whole):
             raise self._refusal(equation, refusal) from None
@@ -286,7 +290,7 @@ class _Builder:
             return value
         if self.store_mixed:
             self._store_whole([value.value])
-        whole = self._whole(value.value)
+        whole = self._whole(value.value, _BOUNDED)
         if whole is None:
             reason = "it mixes positions that `reshape` merged into one dimension"
             advice = "do it before the `reshape`"
@@ -433,30 +437,38 @@ class _Builder:
             )
         return self._view(value, axes)
 
-    def _whole(self, value: Value) -> Value | None:
-        """The value as a global one, if it follows cheaply from what the policy stores.
+    def _whole(self, value: Value, kinds: Sequence[str] = ()) -> Value | None:
+        """The value as a global one, if it follows from what the policy stores: cheaply, or by
+        work of these kinds.
 
         What is stored is held whole by the user's choice; equations that mix its positions may then
         run once, untiled.
         """
         if not value.tiled:
             return value
-        if value.array in self.stored or not value.array.tiled:
-            return self._view(value, untiled(value.aval))
         node = value.node
-        if node is None or node.reduction is not None or len(node.outputs) != 1:
-            return None
+        reduced = node is not None and node.reduction is not None
+        if value.array in self.stored or not value.array.tiled or reduced:
+            return self._view(value, untiled(value.aval))
+        key = value, len(self.stored), kinds
+        if key not in self._wholes:
+            self._wholes[key] = None if node is None else self._untiled(node, value, kinds)
+        return self._wholes[key]
+
+    def _untiled(self, node: Node, value: Value, kinds: Sequence[str]) -> Value | None:
+        """An equation on whole arrays, as `_whole` wants it."""
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
-        if not cheap:
+        if not cheap and rules.traits(node.equation.primitive).kind not in kinds:
             return None
-        whole = [self._whole(v) for v in node.inputs]
+        whole = [self._whole(v, kinds) for v in node.inputs]
         inputs = [v for v in whole if v is not None]
         if len(inputs) < len(whole):
             return None
         equation = dataclasses.replace(
             node.equation, in_axes=tuple(untiled(v.aval) for v in inputs)
         )
-        return self._add(equation, inputs, [untiled(value.aval)])[0]
+        outputs = self._add(equation, inputs, [untiled(v.aval) for v in node.outputs])
+        return outputs[node.outputs.index(value)]
 
     def _unlabelled(self, value: Value, wanted: Axes) -> Value:
         """Drop unwanted axes from dimensions of size 1: there is only one position to be at."""
@@ -585,6 +597,7 @@ def refuse(equation: Equation, refusal: Mixes) -> TilingError:
     return TilingError(
         f"cannot tile `{equation.primitive.name}` at {user_line(*equation.source_infos)}: "
         f"{refusal.reason}. Its operands are {shapes} (* marks a tiled dimension). What to do: "
-        f"{advice}; or name its operands with `jax.ad_checkpoint.checkpoint_name` and save those "
-        "names in `policy`: what is stored whole may be mixed freely."
+        f'{advice}; or name its operands (`x = jax.ad_checkpoint.checkpoint_name(x, "x")`, after '
+        "`import jax.ad_checkpoint`) and save them (`policy=jax.checkpoint_policies."
+        'save_only_these_names("x")`): what is stored whole may be mixed freely.'
     )
