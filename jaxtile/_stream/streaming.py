@@ -128,7 +128,10 @@ class _Program:
             stored: Storage = dict.fromkeys(self.held | outputs, "device")
             plan = schedule_of(self.graph, stored, tiles, traced.rank)
         except TilingError as error:
-            error.add_note("`jaxtile.stream` stores nothing: it has no `policy`")
+            error.add_note(
+                "`jaxtile.stream` stores nothing: it has no `policy`. What needs whole arrays can "
+                "be done to its result."
+            )
             raise
         if not all(region.tiled for region in plan.regions):
             raise TilingError(
