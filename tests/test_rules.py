@@ -301,6 +301,21 @@ def two_outputs(p, x):
 
 
 cases(
+    "vmap",
+    reshape=lambda p, x: [
+        lax.reshape(x, (8, 12, 10), (3, 0, 1, 2)),
+        x.reshape(2, 12, 10, 2, 2, order="F"),
+        jnp.ravel(x, order="F").reshape(-1, 8).mean(0),
+    ],
+    kernels=lambda p, x: jax.vmap(
+        lambda x, s: conv(jnp.tanh(conv(x[None], p["w"] * s, 2)), p["w"])[0]
+    )(x, jnp.stack([p["scalar"], 2.0])),
+    ensemble=lambda p, x: jax.vmap(lambda s: conv(max_pool(conv(x, p["w"] * s)), p["w"] + s))(
+        p["matrix"][0, :3]
+    ),
+)
+
+cases(
     "update",
     channel=lambda p, x: x.at[..., 1].set(p["scalar"]).at[..., 2:].multiply(jnp.sin(x[..., :2])),
     batch=lambda p, x: x.at[0].add(p["map"]).at[1].set(x[0]),

@@ -157,6 +157,11 @@ class _Builder:
         inner = self.look_through(eqn)
         if inner is not None:
             return self._inline(eqn, inner, inputs)
+        if name == "reshape" and eqn.params["dimensions"] is not None and inputs[0].tiled:
+            order, shape = eqn.params["dimensions"], eqn.params["new_sizes"]
+            return self._restated(
+                eqn, lambda x: lax.reshape(lax.transpose(x, order), shape), inputs
+            )
         if any(isinstance(v, Joint) for v in inputs):
             return self._joined(eqn, inputs)
         if not any(v.tiled for v in inputs):
