@@ -13,7 +13,7 @@ import jax
 from .._graph.branches import choose, mixes
 from .._graph.build import build_inside
 from .._graph.values import Graph
-from .._rules import Axes, Equation, Need, Rule, Step, Windows, register
+from .._rules import Axes, Equation, Need, Rule, Step, Windows, register, tiled
 from .._rules.registry import merge
 from .call_tile import CallTile, all_windows, hold_all, read_axes
 
@@ -29,6 +29,8 @@ class Cond(Rule):
     def runs_whole(self, eqn: Equation) -> str | None:
         if eqn.effects:
             return "a branch has effects"
+        if len({tiled(axes) for axes in eqn.out_axes}) > 1:
+            return "some of its results carry no tiled axis"
         for node in (n for g in _graphs(eqn, eqn.in_axes[1:], eqn.out_axes) for n in g.nodes):
             if mixes(node):
                 return f"a branch calls `{node.equation.primitive.name}` on a tiled axis"

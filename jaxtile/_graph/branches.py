@@ -46,14 +46,14 @@ def mixes(node: Node) -> bool:
 
 
 def in_parts(
-    graphs: Sequence[Graph], is_saved: Callable[[Node], bool], platforms: Platforms | None
+    graphs: Sequence[Graph], is_cut: Callable[[Node], bool], platforms: Platforms | None
 ) -> Callable[..., list[Any]] | None:
-    """A `cond` with these branches, as a function without what cannot run in a tile's branch.
+    """A `cond` with these branches, as a function with what `is_cut` says outside of them.
 
-    `is_saved`: must what a node makes be stored? None: the `cond` can stay as it is.
+    None: the `cond` can stay as it is.
     """
     results: list[Column] = list(zip(*(g.outputs for g in graphs), strict=True))
-    parts = [_Part(graph, lambda node: mixes(node) or is_saved(node)) for graph in graphs]
+    parts = [_Part(graph, is_cut) for graph in graphs]
     last = max(p.last for p in parts)
     if last == 0 and len({_tiled(column) for column in results}) == 1:
         return None

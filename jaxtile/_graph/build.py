@@ -25,7 +25,7 @@ from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
 from .._rules.manual import type_of
 from .alike import likeness
-from .branches import in_parts
+from .branches import in_parts, mixes
 from .inline import plain_call
 from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
 from .values import Graph, Node, Place, Value, constant, is_held
@@ -124,7 +124,7 @@ class _Builder:
         self.look_through = look_through
         self.store_mixed = store_mixed
         self.in_tile, self.in_rule = in_tile, in_rule
-        self._restating = False
+        self._parted = 0
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
         self.stored: dict[Value, Place] = {}
@@ -546,18 +546,20 @@ class _Builder:
             graphs = [build_inside(b, in_axes, in_rule=self.in_rule) for b in branches]
         except Mixes:  # as the rule will say
             return self._tiled(eqn, rule, inputs)
-        restated = None if self._restating else in_parts(graphs, self._is_saved, platforms)
+        # What a part hands on may turn out to be global, and is then parted from the rest.
+        restated = in_parts(graphs, self._is_cut, platforms) if self._parted < 2 else None
         if restated is None:
             return self._tiled(eqn, rule, inputs)
-        self._restating = True
+        self._parted += 1
         outputs = self._restated(eqn, restated, inputs)
-        self._restating = False
+        self._parted -= 1
         return outputs
 
-    def _is_saved(self, node: Node) -> bool:
-        """Is it a name that the policy saves?"""
-        named = node.equation.primitive.name == "name"
-        return node.tiled and named and self._decision(node.equation) is not None
+    def _is_cut(self, node: Node) -> bool:
+        """Can it not be in a tile's branch: because it needs all tiles, or is stored?"""
+        named = node.equation.primitive.name == "name" and node.tiled
+        saved = named and self._decision(node.equation) is not None
+        return not self._parted and (saved or mixes(node))
 
     def _call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value:
         return self._calls(fun, inputs)[0]
