@@ -18,7 +18,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-all: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,torch]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,torch,zoo]'
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m ""
 
 lint: $(STAMP)

@@ -154,10 +154,34 @@ def _apply(layer, tensors, kernel):
         case "per_position":
             big = jnp.broadcast_to(kernel.reshape(-1)[: x.shape[2], None], x.shape[1:])
             return x * big
+        case "branch":
+            flag = kernel[0, 0, 0, 0] > 0 if params[0] else x.mean() > 0
+            return lax.cond(flag, *(lambda x, o=o: _apply(o, [x], kernel) for o in params[1:]), x)
+        case "per_sample":
+            scales = 1 + kernel[0, 0, 0, 0] * jnp.arange(len(x))
+            return jax.vmap(lambda x, s: conv(x[None], kernel[:3, :3] * s)[0])(x, scales)
+        case "update":
+            row, width = params[0] % x.shape[1], 1 + params[1] % 3
+            x = x.at[:, row].set(kernel[0, 0, 0, 0]).at[..., 0].multiply(jnp.cos(x[..., 1]))
+            return x.at[:, -2:, :width].add(x[:, :2, -width:])
+        case "crop_at_run_time":
+            return lax.dynamic_slice_in_dim(x, (kernel[0, 0, 0, 0] > 0).astype(int), 3, params[0])
     raise AssertionError(op)
 
 
 _small = st.integers(1, 3)
+_same_size = st.sampled_from(
+    [
+        ("conv", 3, 3, 1, "SAME", 1, 0.5),
+        ("conv", 5, 1, 1, "SAME", 2, 0.5),
+        ("batch_norm",),
+        ("dense",),
+        ("act", "relu"),
+        ("act", "shifted"),
+        ("dropout", 3),
+        ("flip", 1),
+    ]
+)
 _layer = st.one_of(
     st.tuples(
         st.just("conv"),
@@ -212,6 +236,11 @@ _layer = st.one_of(
     st.tuples(st.just("join")),
     st.tuples(st.just("coordinates")),
     st.tuples(st.just("per_position")),
+    st.tuples(st.just("branch"), st.booleans(), _same_size, _same_size),
+    st.tuples(st.just("branch"), st.booleans(), _same_size, _same_size),
+    st.tuples(st.just("per_sample")),
+    st.tuples(st.just("update"), st.integers(0, 9), st.integers(0, 9)),
+    st.tuples(st.just("crop_at_run_time"), st.integers(1, 2)),
 )
 
 

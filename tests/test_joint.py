@@ -56,7 +56,25 @@ def gram(w, x, labels):
     return jnp.einsum("npc,npd->ncd", flat, flat)
 
 
+def window_attention(w, x, labels):
+    """As in a Swin transformer: windows of 2 x 2 positions are rows of one array."""
+    x = conv(x, w[0])[:, :8, :6]
+    rows = x.reshape(2, 4, 2, 3, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(-1, 4, 2)
+    query, key = jnp.split(rows @ jnp.concatenate([w[1][0, 0], w[1][0, 1]], -1), 2, -1)
+    rows = jax.nn.softmax(query @ key.transpose(0, 2, 1)) @ rows
+    y = rows.reshape(2, 4, 3, 2, 2, 2).transpose(0, 1, 3, 2, 4, 5).reshape(2, 8, 6, 2)
+    return conv(x + jnp.roll(y, (1, 1), (1, 2)), w[1])
+
+
+def along_channels(w, x, labels):
+    scores = conv(x, w[0]).reshape(-1, 2)
+    both = jnp.concatenate([scores, scores[:, :1], jnp.cumsum(scores, -1)], -1)
+    return jnp.sort(both, -1).mean(0)
+
+
 FUNCTIONS = {
+    "window attention": window_attention,
+    "along channels": along_channels,
     "output": lambda w, x, n: conv(x, w[0]).reshape(-1, 2),
     "ravelled output": lambda w, x, n: (conv(x, w[0]).ravel(), x.reshape(2, -1)),
     "mean": lambda w, x, n: conv(x, w[0]).reshape(2, -1, 2).mean(1),
@@ -99,7 +117,7 @@ def results(fun):
     return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(WEIGHTS, IMAGE)
 
 
-@parametrize_few("name", FUNCTIONS, always=10)
+@parametrize_few("name", FUNCTIONS, always=12)
 def test_merged(name):
     fun = FUNCTIONS[name]
     tiled = jaxtile.checkpoint(fun, **TILED)

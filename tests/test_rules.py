@@ -1,5 +1,6 @@
 """Every primitive on several grids, against the plain function: value and gradients, in float64."""
 
+import math
 import sys
 
 import jax
@@ -283,13 +284,52 @@ def pair(x):
 pair.defvjp(lambda x: (pair(x), x), lambda x, g: (g[0] + g[1] * jnp.cos(x),))
 
 
+@jax.custom_jvp
+def partly_tiled(x, scale):
+    return x * scale, scale**2
+
+
+@partly_tiled.defjvp
+def partly_tiled_jvp(primals, tangents):
+    (x, scale), (dx, ds) = primals, tangents
+    return partly_tiled(x, scale), (dx * scale + x * ds, 2 * scale * ds)
+
+
 def two_outputs(p, x):
     a, b = pair(conv(x, p["w"]))
     return conv(a, p["w"]) + b
 
 
 cases(
+    "vmap",
+    reshape=lambda p, x: [
+        lax.reshape(x, (8, 12, 10), (3, 0, 1, 2)),
+        x.reshape(2, 12, 10, 2, 2, order="F"),
+        jnp.ravel(x, order="F").reshape(-1, 8).mean(0),
+    ],
+    kernels=lambda p, x: jax.vmap(
+        lambda x, s: conv(jnp.tanh(conv(x[None], p["w"] * s, 2)), p["w"])[0]
+    )(x, jnp.stack([p["scalar"], 2.0])),
+    ensemble=lambda p, x: jax.vmap(lambda s: conv(max_pool(conv(x, p["w"] * s)), p["w"] + s))(
+        p["matrix"][0, :3]
+    ),
+)
+
+cases(
+    "update",
+    channel=lambda p, x: x.at[..., 1].set(p["scalar"]).at[..., 2:].multiply(jnp.sin(x[..., :2])),
+    batch=lambda p, x: x.at[0].add(p["map"]).at[1].set(x[0]),
+    into_zeros=lambda p, x: jnp.zeros((2, 14, 13, 4)).at[:, 1:-1, 2:12].set(x),
+    borders=lambda p, x: x.at[:, :1].set(0.0).at[:, -1].multiply(p["map"][-1]).at[:, :, 0].add(2),
+    block=lambda p, x: x.at[:, 2:5, 1:7, 1:3].add(x[:, 4:7, 2:8, :2] * p["scalar"]),
+    pixel=lambda p, x: x.at[:, 3, 4, 1].set(p["scalar"]).at[:, -1:].subtract(x[:, :1]),
+    by_pixel=lambda p, x: jax.vmap(jax.vmap(jax.vmap(lambda v: v.at[jnp.argmax(v)].set(0.0))))(x),
+    slice=lambda p, x: lax.dynamic_update_slice(x, x[:, :2, :3], (0, 50, -3, 0)),
+)
+
+cases(
     "custom",
+    partly_tiled=lambda p, x: conv(math.prod(partly_tiled(x, p["scalar"])), p["w"]),
     two_outputs=two_outputs,
     empty_scan=lambda p, x: lax.scan(lambda c, w: (conv(c, w), c), x, jnp.zeros((0, 3, 3, 4, 4)))[
         0

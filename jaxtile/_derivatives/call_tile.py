@@ -148,3 +148,38 @@ def following(aval: Any, axes: Axes, by_axis: dict[int, Window]) -> Windows:
         for d, a in enumerate(axes)
         if a is not None
     }
+
+
+def all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windows]:
+    """Windows for all outputs; those that nobody wants follow the others."""
+    by_axis = {w.axis: w for ws in windows if ws for w in ws.values()}
+    return [
+        following(aval, axes, by_axis) if window is None else window
+        for aval, axes, window in zip(eqn.out_avals, eqn.out_axes, windows, strict=True)
+    ]
+
+
+def hold_all(
+    avals: Sequence[Any], axes: Sequence[Axes], tile: CallTile, needs: Sequence[Sequence[Windows]]
+) -> list[Windows]:
+    """What each operand must hold, if several graphs need these windows of them.
+
+    An operand that none of them reads follows the tile: a rule inside a rule may read it.
+    """
+    found = [[w for w in windows if w] for windows in zip(*needs, strict=True)]
+    return [
+        {d: hull([w[d] for w in ws], aval.shape[d]) for d in ws[0]}
+        if ws
+        else following(aval, labels, tile.by_axis)
+        for ws, aval, labels in zip(found, avals, axes, strict=True)
+    ]
+
+
+def read_axes(graph: Graph) -> list[Axes]:
+    """The inputs' axes, and those along which the graph reads them position by position."""
+    axes = [v.axes for v in graph.inputs]
+    for node in graph.nodes:
+        for value in node.inputs:
+            if value.base in graph.inputs and value.tiled:
+                axes[graph.inputs.index(value.base)] = value.axes
+    return axes

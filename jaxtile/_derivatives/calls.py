@@ -30,14 +30,23 @@ import numpy as np
 from .._errors import Mixes, TilingError, user_line
 from .._geometry import Window, hull
 from .._graph.alike import graph_likeness
+from .._graph.branches import mixes
 from .._graph.build import build_inside
 from .._graph.inline import any_call
 from .._graph.trace import inside, is_gone
 from .._graph.values import Graph, Value
-from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register
+from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register, tiled
 from .._rules.manual import type_of
 from .._rules.plainly import plainly
-from .call_tile import CallTile, Evaluator, along, following, refusal
+from .call_tile import (
+    CallTile,
+    Evaluator,
+    all_windows,
+    along,
+    hold_all,
+    read_axes,
+    refusal,
+)
 from .guard import guarded
 from .linear import is_linear
 
@@ -56,13 +65,15 @@ class _Call(Rule):
         return tuple(map(id, eqn.params.values()))
 
     def axes(self, eqn: Equation) -> tuple[list[Axes], list[Axes]]:
-        in_axes = _in_axes(eqn)
+        in_axes = read_axes(_body(eqn, eqn.in_axes))
         return in_axes, [v.axes for v in _body(eqn, in_axes).outputs]
 
 
 @register("custom_jvp_call")
 class CustomJvp(_Call):
     def runs_whole(self, eqn: Equation) -> str | None:
+        if _partly_tiled(eqn):
+            return _PARTLY
         try:
             graphs = [_body(eqn, eqn.in_axes), _tangents(eqn)]
         except ClosureError:
@@ -82,7 +93,7 @@ class CustomJvp(_Call):
         return tuple(map(graph_likeness, graphs))
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        produced = _all_windows(eqn, windows)
+        produced = all_windows(eqn, windows)
         diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
         rule_windows = [produced[i] for i in diff_out]
         tile = CallTile(eqn, produced)
@@ -122,7 +133,7 @@ class CustomVjp(_Call):
     changes_value = True
 
     def runs_whole(self, eqn: Equation) -> str | None:
-        return _unproved(eqn)
+        return _PARTLY if _partly_tiled(eqn) else _unproved(eqn)
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         by_axis = _window_per_axis(eqn, windows)
@@ -163,23 +174,15 @@ def _body(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
     return eqn.once((_body, tuple(in_axes)), lambda: build_inside(any_call(eqn), in_axes))
 
 
-def _in_axes(eqn: Equation) -> list[Axes]:
-    """The operands' axes, and those along which the function reads them position by position."""
-    axes = list(eqn.in_axes)
-    graph = _body(eqn, axes)
-    for node in graph.nodes:
-        for value in node.inputs:
-            if value.base in graph.inputs and value.tiled:
-                axes[graph.inputs.index(value.base)] = value.axes
-    return axes
+_PARTLY = "some of its results carry no tiled axis"
+
+
+def _partly_tiled(eqn: Equation) -> bool:
+    return len({tiled(axes) for axes in eqn.out_axes}) > 1
 
 
 def _mixes(graph: Graph) -> bool:
-    """Does it reduce over a tiled axis, or drop one that has a single position?"""
-    return any(
-        n.reduction is not None or (not n.tiled and any(v.tiled for v in n.inputs))
-        for n in graph.nodes
-    )
+    return any(map(mixes, graph.nodes))
 
 
 def _differentiable(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]:
@@ -359,31 +362,12 @@ def _window_per_axis(eqn: Equation, windows: Sequence[Windows | None]) -> dict[i
     }
 
 
-def _all_windows(eqn: Equation, windows: Sequence[Windows | None]) -> list[Windows]:
-    """Windows for all outputs; those that nobody wants follow the others."""
-    by_axis = {w.axis: w for ws in windows if ws for w in ws.values()}
-    return [
-        following(aval, axes, by_axis) if window is None else window
-        for aval, axes, window in zip(eqn.out_avals, eqn.out_axes, windows, strict=True)
-    ]
-
-
 def _held(eqn: Equation, tile: CallTile, needs: Sequence[Sequence[Windows]]) -> list[Windows]:
-    """What each operand must hold for all graphs; its tangent is held on the same windows.
-
-    An operand that none of them reads follows the tile: a rule inside a rule may read it.
-    """
-    found: list[list[Windows]] = [[] for _ in eqn.in_avals]
-    for of_graph in needs:
-        operands = (*range(len(found)), *_inexact(eqn.in_avals))
-        for i, windows in zip(operands, of_graph, strict=False):
-            found[i] += [windows] if windows else []
-    return [
-        {d: hull([w[d] for w in ws], aval.shape[d]) for d in ws[0]}
-        if ws
-        else following(aval, axes, tile.by_axis)
-        for ws, aval, axes in zip(found, eqn.in_avals, eqn.in_axes, strict=True)
-    ]
+    """What each operand must hold for all graphs; its tangent is held on the same windows."""
+    n, diff_in = len(eqn.in_avals), _inexact(eqn.in_avals)
+    tangents = [_replace([{}] * n, diff_in, of_graph[n:]) for of_graph in needs if of_graph[n:]]
+    operands = [of_graph[:n] for of_graph in needs]
+    return hold_all(eqn.in_avals, eqn.in_axes, tile, [*operands, *tangents])
 
 
 def _traced(eqn: Equation, rule: Callable[..., Any], *shapes: Any) -> Any:

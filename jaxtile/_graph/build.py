@@ -1,8 +1,9 @@
 """From a traced function to a graph whose values know which of their dimensions are tiled.
 
 The builder walks a jaxpr once, forwards. Calls (`jit`, `remat`, ...) are looked through; a `scan`
-over tiled values is unrolled. For every equation that touches a tiled value it asks the primitive's
-rule for the axes of the outputs. An untiled operand that is combined position by position with a
+over tiled values is unrolled. Of a `cond`, reductions over tiled axes are taken out. For every
+equation that touches a tiled value the builder asks the primitive's rule for the axes of the
+outputs. An untiled operand that is combined position by position with a
 tiled one is *promoted*: evaluated window by window if its own rule allows (an `iota`, a broadcast,
 random bits, a cast of those), otherwise computed whole, once, and read by window.
 """
@@ -24,6 +25,7 @@ from .._errors import Mixes, TilingError, describe, user_line
 from .._rules import Axes, Equation, Reduction, tiled, untiled
 from .._rules.manual import type_of
 from .alike import likeness
+from .branches import in_parts, mixes
 from .clamps import ask_results
 from .inline import plain_call
 from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
@@ -31,6 +33,9 @@ from .values import Graph, Node, Place, Value, constant, is_held
 
 Policy = Callable[..., Any]
 """As `jax.checkpoint` takes it."""
+
+_BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
+"""Work whose results are about as large as its operands."""
 
 
 def build(
@@ -81,14 +86,17 @@ def _graph(
 
 
 def build_inside(
-    closed: Any, in_axes: Sequence[Axes], out_axes: Sequence[Axes] | None = None
+    closed: Any,
+    in_axes: Sequence[Axes],
+    out_axes: Sequence[Axes] | None = None,
+    in_rule: bool = True,
 ) -> Graph:
-    """The graph of a jaxpr that is evaluated inside a tile: a function with a derivative rule, or
-    that rule.
+    """The graph of a jaxpr that is evaluated inside a tile: a function with a derivative rule, that
+    rule, or, not `in_rule`, a branch.
 
     Nothing in it can be stored. Its results carry `out_axes`, if they are given.
     """
-    builder = _Builder(inside=True)
+    builder = _Builder(in_tile=True, in_rule=in_rule)
     arguments = [Value(v.aval, axes) for v, axes in zip(closed.jaxpr.invars, in_axes, strict=True)]
     outputs = builder.walk(closed.jaxpr, _known(closed.consts), arguments)
     if any(isinstance(v, Joint) for v in outputs):
@@ -102,8 +110,9 @@ class _Builder:
     """The walk over a jaxpr: the nodes made so far, and what they need stored.
 
     `calls` are the places of the calls that are being looked through, the innermost one last. What
-    cannot be tiled is an error, unless `store_mixed`: then its operands are stored. `inside`: the
-    jaxpr is evaluated inside a tile, where nothing can be stored.
+    cannot be tiled is an error, unless `store_mixed`: then its operands are stored. `in_tile`: the
+    jaxpr is evaluated inside a tile, where nothing can be stored; `in_rule`: there, as a function
+    with a derivative rule, or as that rule.
     """
 
     def __init__(
@@ -111,16 +120,19 @@ class _Builder:
         policy: Policy | None = None,
         look_through: Callable[[Any], Any] = plain_call,
         store_mixed: bool = False,
-        inside: bool = False,
+        in_tile: bool = False,
+        in_rule: bool = False,
     ):
         self.policy = policy
         self.look_through = look_through
         self.store_mixed = store_mixed
-        self.inside = inside
+        self.in_tile, self.in_rule = in_tile, in_rule
+        self._parted = 0
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
         self.stored: dict[Value, Place] = {}
         self._promoted: dict[tuple[Value, Axes], Value] = {}
+        self._wholes: dict[Hashable, Value | None] = {}
         self._kinds: dict[Hashable, Equation] = {}
 
     def walk(
@@ -148,6 +160,11 @@ class _Builder:
         inner = self.look_through(eqn)
         if inner is not None:
             return self._inline(eqn, inner, inputs)
+        if name == "reshape" and eqn.params["dimensions"] is not None and inputs[0].tiled:
+            order, shape = eqn.params["dimensions"], eqn.params["new_sizes"]
+            return self._restated(
+                eqn, lambda x: lax.reshape(lax.transpose(x, order), shape), inputs
+            )
         if any(isinstance(v, Joint) for v in inputs):
             return self._joined(eqn, inputs)
         if not any(v.tiled for v in inputs):
@@ -155,12 +172,14 @@ class _Builder:
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals])
         if name == "scan":
             return self._unroll(eqn, inputs)
+        if name == "cond":
+            return self._branch(eqn, rule, inputs)
         if rule is not None and rule.apart and len(inputs) > 1:
             return self._apart(eqn, rule, inputs)
         if name == "name" and is_held(inputs[0], self.stored):
             # A name for an array that is held anyway stores nothing new; if the policy saves it, it
             # may be mixed freely.
-            self._store(inputs[0].array, self._decision(eqn))
+            self._store(inputs[0].array, self._decision(self._described(eqn, inputs)))
             return inputs
         return self._tiled(eqn, rule, inputs)
 
@@ -183,7 +202,7 @@ class _Builder:
             constant=_constants(inputs),
             source_infos=(eqn.source_info, *self.calls[::-1]),
             effects=eqn.effects,
-            inside=self.inside,
+            inside=self.in_rule,
         )
 
     def _tiled(self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]) -> Sequence[Value]:
@@ -205,11 +224,11 @@ class _Builder:
             out_axes=tuple(out_axes),
             constant=_constants(promoted),
         )
-        if not self.inside and (reason := rule.runs_whole(equation)) is not None:
+        if not self.in_tile and (reason := rule.runs_whole(equation)) is not None:
             return self._run_whole(equation, inputs, reason)
         reduction = rule.reduction(equation)
         outputs = self._add(equation, promoted, out_axes, reduction)
-        place = self._decision(eqn)
+        place = self._decision(equation)
         for value in outputs:
             self._store(value, place)
         if reduction is None and not any(v.tiled for v in outputs):
@@ -225,11 +244,18 @@ class _Builder:
         """
         if self.store_mixed:
             self._store_whole([v for v in inputs if v.tiled])
-        whole = [self._whole(v) for v in inputs]
+        whole = [self._whole(v, _BOUNDED) for v in inputs]
         found = [v for v in whole if v is not None]
         if len(found) < len(whole):
-            raise refuse(equation, refusal) from None
+            raise self._refusal(equation, refusal) from None
         return found
+
+    def _refusal(self, equation: Equation, refusal: Mixes) -> Exception:
+        """Inside a function that runs in a tile, it is that function which cannot."""
+        if not self.in_tile:
+            return refuse(equation, refusal)
+        line = user_line(*equation.source_infos)
+        return Mixes(f"inside it, `{equation.primitive.name}` at {line}: {refusal.reason}")
 
     def _joint(self, eqn: Any, value: Value) -> Joint | None:
         """What a `reshape` merges, if nobody stores it; None: it merges no tiled dimensions."""
@@ -272,11 +298,11 @@ class _Builder:
             return value
         if self.store_mixed:
             self._store_whole([value.value])
-        whole = self._whole(value.value)
+        whole = self._whole(value.value, _BOUNDED)
         if whole is None:
             reason = "it mixes positions that `reshape` merged into one dimension"
             advice = "do it before the `reshape`"
-            raise refuse(self._described(eqn, inputs), Mixes(reason, advice)) from None
+            raise self._refusal(self._described(eqn, inputs), Mixes(reason, advice)) from None
         return self._call(lambda x: lax.reshape(x, value.aval.shape), [whole])
 
     def merged(self, value: Value) -> Value:
@@ -345,15 +371,15 @@ class _Builder:
 
     def classify(self, node: Node) -> None:
         """Find the first equation of the graph that a node's is like."""
-        if node.tiled and not self.inside:
+        if node.tiled and not self.in_tile:
             key = likeness(node.equation, node.inputs)
             node.kind = self._kinds.setdefault(key, node.equation)
 
-    def _decision(self, eqn: Any) -> Place | None:
+    def _decision(self, equation: Equation) -> Place | None:
         """Where the policy stores this equation's outputs; None: it recomputes them."""
         if self.policy is None:
             return None
-        decision = self.policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)
+        decision = self.policy(equation.primitive, *equation.in_avals, **equation.params)
         if isinstance(decision, bool):
             return "device" if decision else None
         # JAX does not export the types of its decisions.
@@ -424,30 +450,38 @@ class _Builder:
             )
         return self._view(value, axes)
 
-    def _whole(self, value: Value) -> Value | None:
-        """The value as a global one, if it follows cheaply from what the policy stores.
+    def _whole(self, value: Value, kinds: Sequence[str] = ()) -> Value | None:
+        """The value as a global one, if it follows from what the policy stores: cheaply, or by
+        work of these kinds.
 
         What is stored is held whole by the user's choice; equations that mix its positions may then
         run once, untiled.
         """
         if not value.tiled:
             return value
-        if value.array in self.stored or not value.array.tiled:
-            return self._view(value, untiled(value.aval))
         node = value.node
-        if node is None or node.reduction is not None or len(node.outputs) != 1:
-            return None
+        reduced = node is not None and node.reduction is not None
+        if value.array in self.stored or not value.array.tiled or reduced:
+            return self._view(value, untiled(value.aval))
+        key = value, len(self.stored), kinds
+        if key not in self._wholes:
+            self._wholes[key] = None if node is None else self._untiled(node, value, kinds)
+        return self._wholes[key]
+
+    def _untiled(self, node: Node, value: Value, kinds: Sequence[str]) -> Value | None:
+        """An equation on whole arrays, as `_whole` wants it."""
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
-        if not cheap:
+        if not cheap and rules.traits(node.equation.primitive).kind not in kinds:
             return None
-        whole = [self._whole(v) for v in node.inputs]
+        whole = [self._whole(v, kinds) for v in node.inputs]
         inputs = [v for v in whole if v is not None]
         if len(inputs) < len(whole):
             return None
         equation = dataclasses.replace(
             node.equation, in_axes=tuple(untiled(v.aval) for v in inputs)
         )
-        return self._add(equation, inputs, [untiled(value.aval)])[0]
+        outputs = self._add(equation, inputs, [untiled(v.aval) for v in node.outputs])
+        return outputs[node.outputs.index(value)]
 
     def _unlabelled(self, value: Value, wanted: Axes) -> Value:
         """Drop unwanted axes from dimensions of size 1: there is only one position to be at."""
@@ -505,6 +539,36 @@ class _Builder:
         ]
         return [*carry, *stacked]
 
+    def _branch(
+        self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]
+    ) -> Sequence[Value]:
+        """A `cond` on a global number: the branch that is taken, if that is known; otherwise a
+        `cond` in every tile, without what cannot run there.
+        """
+        branches, platforms = eqn.params["branches"], eqn.params.get("branches_platforms")
+        index = constant(inputs[0]) if platforms is None else None
+        if index is not None:
+            return self._inline(eqn, branches[int(index)], inputs[1:])
+        try:
+            in_axes = [v.axes for v in inputs[1:]]
+            graphs = [build_inside(b, in_axes, in_rule=self.in_rule) for b in branches]
+        except Mixes:  # as the rule will say
+            return self._tiled(eqn, rule, inputs)
+        # What a part hands on may turn out to be global, and is then parted from the rest.
+        restated = in_parts(graphs, self._is_cut, platforms) if self._parted < 2 else None
+        if restated is None:
+            return self._tiled(eqn, rule, inputs)
+        self._parted += 1
+        outputs = self._restated(eqn, restated, inputs)
+        self._parted -= 1
+        return outputs
+
+    def _is_cut(self, node: Node) -> bool:
+        """Can it not be in a tile's branch: because it needs all tiles, or is stored?"""
+        named = node.equation.primitive.name == "name" and node.tiled
+        saved = named and self._decision(node.equation) is not None
+        return not self._parted and (saved or mixes(node))
+
     def _call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value:
         return self._calls(fun, inputs)[0]
 
@@ -548,6 +612,7 @@ def refuse(equation: Equation, refusal: Mixes) -> TilingError:
     return TilingError(
         f"cannot tile `{equation.primitive.name}` at {user_line(*equation.source_infos)}: "
         f"{refusal.reason}. Its operands are {shapes} (* marks a tiled dimension). What to do: "
-        f"{advice}; or name its operands with `jax.ad_checkpoint.checkpoint_name` and save those "
-        "names in `policy`: what is stored whole may be mixed freely."
+        f'{advice}; or name its operands (`x = jax.ad_checkpoint.checkpoint_name(x, "x")`, after '
+        "`import jax.ad_checkpoint`) and save them (`policy=jax.checkpoint_policies."
+        'save_only_these_names("x")`): what is stored whole may be mixed freely.'
     )

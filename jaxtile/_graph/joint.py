@@ -246,6 +246,26 @@ def _slice(eqn: Any, inputs: Sequence[Value]) -> Restated | None:
     return lambda x: _reshaped(lax.slice(x, *zip(*bounds, strict=True)), sizes(after)), [after]
 
 
+def _along(eqn: Any, inputs: Sequence[Value]) -> Restated | None:
+    """One that works along a dimension that was not merged: a split or a sort of channels."""
+    name = "dimension" if "dimension" in eqn.params else "axis"
+    shape, d = eqn.outvars[0].aval.shape, eqn.params[name]
+    common = _common(shape, inputs)
+    if common is None or len(common[d]) > 1 or 0 in shape:
+        return None
+    before, after = sizes(common[:d]), sizes(common[d + 1 :])
+    out = [(*common[:d], *plain(v.aval.shape[d : d + 1]), *common[d + 1 :]) for v in eqn.outvars]
+
+    def run(*xs: jax.Array) -> list[jax.Array]:
+        lengths = [v.aval.shape[d] for v in inputs]
+        split = [_reshaped(x, (*before, n, *after)) for x, n in zip(xs, lengths, strict=True)]
+        found = _bound(eqn, *split, **{name: len(before)})
+        several = found if eqn.primitive.multiple_results else [found]
+        return [_reshaped(y, sizes(g)) for y, g in zip(several, out, strict=True)]
+
+    return run, out
+
+
 def _gather(eqn: Any, inputs: Sequence[Value]) -> Restated | None:
     """One that takes, at each position, what is wanted there: `take_along_axis`, `x[..., 0]`."""
     numbers, given = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -325,6 +345,9 @@ _RESTATE: dict[str, Callable[[Any, Sequence[Value]], Restated | None]] = {
         reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin
         """.split(),
         _reduction,
+    ),
+    **dict.fromkeys(
+        "split concatenate sort cumsum cumprod cummax cummin cumlogsumexp".split(), _along
     ),
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,

@@ -257,7 +257,8 @@ def _entries(in_axes: Any, args: Sequence[Any]) -> list[Entry]:
     if not per_argument:
         raise TilingError(
             f"`in_axes` (={in_axes}) has {len(in_axes)} entries for {len(args)} positional "
-            "arguments"
+            "arguments: give one entry to each; what is passed by keyword is not tiled, and has "
+            "none, so pass by position what is to be tiled"
         )
     try:
         return [
@@ -302,17 +303,18 @@ def _labels(in_axes: Any, entry: Entry, leaf: Any) -> Axes:
         if not -aval.ndim <= dim < aval.ndim:
             raise TilingError(
                 f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, "
-                "which has no such axis"
+                f"which has no such axis: its axes are {tuple(range(aval.ndim))}"
             )
         if labels[dim] is not None:
             raise TilingError(
                 f"`in_axes` (={in_axes}) names axis {dim} of an argument of shape {aval.shape} "
-                "twice"
+                "twice: name each once"
             )
         if not aval.shape[dim]:
             raise TilingError(
                 f"`in_axes` (={in_axes}) tiles axis {dim} of an argument of shape {aval.shape}, "
-                "which has no elements"
+                "which has no elements: there is nothing to tile; call the function itself, or "
+                "tile another axis"
             )
         labels[dim] = axis
     return tuple(labels)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from .. import _rules as rules
 from .._errors import describe
 from .._rules import Axes, Equation, Reduction, Step, Windows, tiled
+from .inline import bodies, plain_call
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -109,13 +110,27 @@ class Node:
     @property
     def is_call(self) -> bool:
         """Does it call a function with a derivative rule of the user?"""
-        rule = rules.find(self.equation.primitive)
-        return rule is not None and rule.is_call
+        return any(rule.is_call for rule in _rules_of(self.equation))
+
+    @property
+    def changes_value(self) -> bool:
+        """May its value differ when it is differentiated?"""
+        return any(rule.changes_value for rule in _rules_of(self.equation))
 
     def step(self, windows: Sequence[Windows | None]) -> Step:
         """How to produce these windows of the outputs; the same object for alike equations."""
         key = tuple(None if w is None else tuple(w.items()) for w in windows)
         return self.kind.once(key, lambda: self.rule.step(self.kind, windows))
+
+
+def _rules_of(eqn: Any) -> Iterator[rules.Rule]:
+    """The rule of an equation, and those of what its branches and loops call."""
+    rule, called = rules.find(eqn.primitive), plain_call(eqn)
+    if rule is not None:
+        yield rule
+    for body in bodies(eqn) if called is None else [called]:
+        for inner in getattr(body, "jaxpr", body).eqns:
+            yield from _rules_of(inner)
 
 
 Place = Literal["device", "host", "passing", "restored"]

@@ -42,7 +42,7 @@ def possible(graph: Graph, stored: Storage, devices: Devices | None) -> Storage:
     for node in graph.nodes:
         if not node.tiled:
             continue
-        if node.rule.changes_value or any(v.array in changed for v in node.inputs):
+        if node.changes_value or any(v.array in changed for v in node.inputs):
             changed.update(v for v in node.outputs if v.tiled)
 
     def kept_after_all(value: Value) -> bool:

@@ -75,7 +75,7 @@ class Region:
     @property
     def changes_value(self) -> bool:
         """May its results differ when it is differentiated?"""
-        return any(n.rule.changes_value for n in self.nodes)
+        return any(n.changes_value for n in self.nodes)
 
     @property
     def has_rules(self) -> bool:

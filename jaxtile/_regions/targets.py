@@ -170,8 +170,8 @@ class Targets:
                     raise TilingError(
                         f"{tiles[axis]} tiles along tiled axis {axis} are more than the {rows} rows"
                         f" of {target.label!r}, {describe(value.aval, value.axes)}: use at most "
-                        f"{rows}, or give its region a grid of its own with `tiles={{name: grid, "
-                        "...: grid}`"
+                        f"{rows}, or give {_named(value)} a grid of its own with `tiles={{name: "
+                        "grid, ...: grid}`"
                     )
                 tiles[axis] = min(tiles[axis], rows)
         forward = target.grid.forward
@@ -213,6 +213,10 @@ class Targets:
         (value,) = stored
         in_time = all(self.level(v) < self.level(value) for v in others)
         return value if in_time else None
+
+
+def _named(value: Value) -> str:
+    return "it" if value.name else "it a name with `jax.ad_checkpoint.checkpoint_name`, and then"
 
 
 def _reductions(targets: Iterable[Target]) -> frozenset[Node]:

@@ -15,6 +15,7 @@ from . import placement as placement
 from . import reductions as reductions
 from . import reshape as reshape
 from . import shape as shape
+from . import updates as updates
 from . import windowed as windowed
 from .registry import Axes as Axes
 from .registry import Equation as Equation

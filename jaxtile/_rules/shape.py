@@ -151,17 +151,21 @@ class Split(Rule):
 
 @register("dynamic_slice", kind="movement", linear="first")
 class DynamicSlice(Rule):
-    """A slice whose start is known only at run time must take the tiled dimensions whole."""
+    """A slice whose start is known only at run time, and that does not take the tiled dimensions
+    whole, runs once: a tile would not know what to read.
+    """
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
+        if eqn.inside and (reason := self.runs_whole(eqn)) is not None:
+            raise Mixes(reason)
+        return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
+
+    def runs_whole(self, eqn: Equation) -> str | None:
         for d, axis in enumerate(eqn.in_axes[0]):
             whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
             if axis is not None and not whole and eqn.constant(1 + d) is None:
-                raise Mixes(
-                    f"`dynamic_slice` along tiled dimension {d} starts at a value computed at run "
-                    "time"
-                )
-        return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
+                return f"where it starts along tiled dimension {d} is computed at run time"
+        return None
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         sizes = local_shape(eqn.params["slice_sizes"], sole(windows))
@@ -179,32 +183,6 @@ class DynamicSlice(Rule):
             return [lax.dynamic_slice(x, local, sizes)]
 
         return Step([Need(need), *[None] * (len(eqn.in_avals) - 1)], evaluate)
-
-
-@register("dynamic_update_slice", kind="movement")
-class DynamicUpdateSlice(Rule):
-    """The update must span the tiled dimensions: then it is tiled like the array it goes into."""
-
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        axes = merge(eqn.primitive, eqn.in_axes[:2])
-        for d, axis in enumerate(axes):
-            if axis is not None and eqn.in_avals[0].shape[d] != eqn.in_avals[1].shape[d]:
-                raise Mixes(
-                    f"`dynamic_update_slice` changes a part of tiled dimension {d}",
-                    "use `concatenate` or `where`",
-                )
-        return [axes, axes, *map(untiled, eqn.in_avals[2:])], [axes]
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        window = sole(windows)
-
-        def evaluate(
-            scalars: Sequence[jax.Array], x: jax.Array, update: jax.Array, *starts: jax.Array
-        ) -> list[jax.Array]:
-            local = [jnp.zeros_like(s) if d in window else s for d, s in enumerate(starts)]
-            return [lax.dynamic_update_slice(x, update, local)]
-
-        return Step([Need(window), Need(window), *[None] * (len(eqn.in_avals) - 2)], evaluate)
 
 
 @register("rev", kind="movement", linear="sum")
@@ -335,6 +313,9 @@ class Pad(Rule):
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         return [eqn.in_axes[0], ()], [eqn.in_axes[0]]
+
+    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
+        return [out_axes, ()]
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         window, value, padding = sole(windows), eqn.constant(1), list(eqn.params["padding_config"])

@@ -1,0 +1,227 @@
+"""What refusals advise, followed to the letter: then it works, and is exact."""
+
+import re
+
+import jax
+import jax.ad_checkpoint
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxtile
+import jaxtile.nn
+from jaxtile import TilingError
+
+from .support import assert_close, assert_same, conv, max_pool, normal, parametrize_few
+
+W, X = normal(1, 3, 3, 2, 2), normal(0, 1, 8, 6, 2)
+TILED = {"in_axes": (None, (1, 2)), "tiles": (2, 2)}
+
+
+def refusal(call) -> str:
+    with pytest.raises(TilingError) as caught:
+        call()
+    return str(caught.value)
+
+
+def quoted(message: str, begin: str) -> str:
+    """The code that a message shows, by how it begins."""
+    return re.search(rf"`({re.escape(begin)}[^`]*)`", message).group(1)
+
+
+@jax.custom_jvp
+def running_sum(x):
+    return jnp.cumsum(x, 1)
+
+
+running_sum.defjvp(lambda x, t: (running_sum(*x), jnp.cumsum(*t, 1)))
+
+
+@jax.custom_vjp
+def backwards_sum(x):
+    return jnp.cumsum(x, 1)
+
+
+backwards_sum.defvjp(
+    lambda x: (backwards_sum(x), None), lambda _, c: (lax.cumsum(c, 1, reverse=True),)
+)
+
+NEED_WHOLE = {
+    "slice": lambda x: jnp.sort(x[:, 1:7], 1),
+    "custom_jvp": running_sum,
+    "custom_vjp": backwards_sum,
+    "branch": lambda x: lax.cond(jnp.sin(1.0) > 0.5 * x.max(), running_sum, jnp.sin, x),
+    "pad": lambda x: jnp.cumsum(jnp.pad(x[:, ::2], ((0, 0), (1, 1), (0, 0), (0, 0))), 1),
+    "concatenate": lambda x: jnp.cumsum(jnp.concatenate([x, x[:, ::-1]], 1), 2),
+    "channels": lambda x: jnp.sort(x.sum(-1), 1),
+    "percentile": lambda x: jnp.percentile(x, 40.0),
+    "median": lambda x: jnp.median(x, (1, 2)),
+    "hard examples": lambda x: lax.top_k(x.mean(-1).reshape(-1), 5)[0].mean(),
+    "kernel": lambda x: conv(x, x[0, :3, :3, :, None]),
+    "transposed": lambda x: x[:, :6] + jnp.swapaxes(x[:, :6], 1, 2),
+    "axis twice": lambda x: jnp.einsum("nhwc,nkwc->nhk", x, x),
+    "attention": lambda x: jax.nn.softmax(jnp.einsum("nhwc,nijc->nhwij", x, x).sum(4), 3),
+    "lookup": lambda x: jnp.take_along_axis(x, jnp.argmax(x, 3)[..., None], 1),
+    "svd": lambda x: jnp.linalg.svd(x[0, :, :, 0], compute_uv=False),
+    "inner gradient": jax.grad(lambda x: (max_pool(x) ** 2).sum()),
+    "product": lambda x: jnp.prod(x, (1, 2)),
+    "repeated": lambda x: jnp.tile(x, (1, 2, 1, 1)),
+    "reshape": lambda x: x.reshape(1, 6, 8, 2),
+}
+
+
+@parametrize_few("name", NEED_WHOLE, always=4)
+def test_name_the_operands_and_save_them(name):
+    """Also where the operand of the primitive is not the user's, but made from what is."""
+    need_whole = NEED_WHOLE[name]
+
+    def before(w, x):
+        return need_whole(jnp.tanh(conv(x, w)))
+
+    message = refusal(lambda: jaxtile.checkpoint(before, **TILED)(W, X))
+    statement, policy = (
+        quoted(message, "x = jax"),
+        quoted(message, "policy=").removeprefix("policy="),
+    )
+    assert quoted(message, "import") == "import jax.ad_checkpoint"
+
+    def after(w, x):
+        x = jnp.tanh(conv(x, w))
+        names = {"jax": jax, "x": x}
+        exec(statement, names)
+        return need_whole(names["x"]), conv(names["x"], w)
+
+    assert_same(after, W, X, **TILED, policy=eval(policy))
+
+
+def test_do_it_before_the_reshape():
+    def pooled(x):
+        window = (*(1,) * (x.ndim - 1), 2)
+        return lax.reduce_window(x, 0.0, lax.add, window, (1,) * x.ndim, "SAME")
+
+    def after(w, x):
+        return pooled(conv(x, w).reshape(1, 48, 2))
+
+    def before(w, x):
+        return pooled(conv(x, w)).reshape(1, 48, 2)
+
+    message = refusal(lambda: jaxtile.checkpoint(after, **TILED)(W, X))
+    assert "What to do: do it before the `reshape`" in message
+
+    assert_close(before(W, X), after(W, X))
+    assert_same(before, W, X, **TILED)
+
+
+def test_pass_by_position_what_is_to_be_tiled():
+    def fun(w, image):
+        return conv(image, w)
+
+    tiled = jaxtile.checkpoint(fun, **TILED)
+    message = refusal(lambda: tiled(W, image=X))
+    assert "2 entries for 1 positional" in message
+    assert "pass by position what is to be tiled" in message
+    assert_close(tiled(W, X), fun(W, X))
+
+
+def test_no_elements():
+    empty = X[:, :0]
+    message = refusal(lambda: jaxtile.checkpoint(lambda w, x: x * w[0, 0, 0], **TILED)(W, empty))
+    assert "call the function itself, or tile another axis" in message
+    other = jaxtile.checkpoint(lambda w, x: x * w[0, 0, 0], in_axes=(None, (2,)), tiles=(2,))
+    assert other(W, empty).shape == empty.shape
+
+
+@pytest.mark.parametrize("rows", ["at most", "a name"])
+def test_more_tiles_than_rows(rows):
+    message = refusal(
+        lambda: jaxtile.checkpoint(lambda w, x: conv(x, w, 4), **TILED | {"tiles": (3, 2)})(W, X)
+    )
+    at_most = int(re.search(r"use at most (\d+)", message).group(1))
+    assert "give it a name with `jax.ad_checkpoint.checkpoint_name`" in message
+    if rows == "at most":
+        assert_same(lambda w, x: conv(x, w, 4), W, X, in_axes=(None, (1, 2)), tiles=(at_most, 2))
+    else:
+        assert_same(
+            lambda w, x: (jax.ad_checkpoint.checkpoint_name(conv(x, w, 4), "end"), conv(x, w)),
+            *(W, X),
+            in_axes=(None, (1, 2)),
+            tiles={"end": (2, 2), ...: (3, 2)},
+        )
+
+
+class Sowing(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        y = self.norm(x)
+        self.sow(nnx.Intermediate, "seen", (y**3).mean())
+        return y
+
+
+def test_modules_that_sow():
+    def fun(model, x):
+        return (model(x) ** 3).sum()
+
+    plain, tiled = Sowing(), Sowing()
+    message = refusal(lambda: jaxtile.checkpoint(fun, **TILED)(tiled, X))
+    assert "`jaxtile.nn.checkpoint`" in message
+    assert not nnx.state(tiled, nnx.Intermediate)
+    assert_close(jaxtile.nn.checkpoint(fun, **TILED)(tiled, X), fun(plain, X))
+    assert nnx.state(plain, nnx.Intermediate)
+    assert_close(jax.tree.leaves(nnx.state(tiled)), jax.tree.leaves(nnx.state(plain)))
+
+
+def test_a_rule_that_closes_over_an_array():
+    def closes_over(w, x):
+        scale = jnp.cos(x)
+        call = jax.custom_vjp(jnp.sin)
+        call.defvjp(lambda x: (jnp.sin(x), None), lambda _, c: (c * scale,))
+        return conv(call(x), w)
+
+    @jax.custom_vjp
+    def call(x, scale):
+        return jnp.sin(x)
+
+    call.defvjp(lambda x, scale: (jnp.sin(x), scale), lambda scale, c: (c * scale, None))
+
+    def passes(w, x):
+        return conv(call(x, jnp.cos(x)), w)
+
+    message = refusal(lambda: jaxtile.checkpoint(closes_over, **TILED)(W, X))
+    assert "pass it to the function as an operand" in message
+    assert_same(passes, W, X, **TILED)
+
+
+def test_a_stream_gives_to_others_what_needs_whole_arrays():
+    with pytest.raises(TilingError) as caught:
+        jaxtile.stream(lambda w, x: jnp.cumsum(conv(x, w), 1), **TILED)(W, np.asarray(X))
+    assert "can be done to its result" in caught.value.__notes__[-1]
+    found = jaxtile.stream(lambda w, x: conv(x, w), **TILED)(W, np.asarray(X))
+    assert_close(jnp.cumsum(found, 1), jnp.cumsum(conv(X, W), 1))
+
+
+def test_windows_of_one_array_from_a_constant():
+    def pool(x, begin):
+        return lax.reduce_window(x, begin, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME")
+
+    message = refusal(
+        lambda: jaxtile.checkpoint(lambda w, x: pool(x, w[0, 0, 0, 0]), **TILED)(W, X)
+    )
+    assert "start from a constant" in message
+    assert_same(lambda w, x: pool(conv(x, w), -jnp.inf), W, X, **TILED)
+
+    def both(x):
+        return lax.reduce_window(
+            (x, -x),
+            (-jnp.inf, -jnp.inf),
+            lambda a, b: (lax.max(a[0], b[0]), lax.max(a[1], b[1])),
+            *((1, 2, 2, 1), (1, 1, 1, 1), "SAME"),
+        )
+
+    message = refusal(lambda: jaxtile.checkpoint(lambda w, x: both(x), **TILED)(W, X))
+    assert "reduce one array at a time" in message
+    apart = jaxtile.checkpoint(lambda w, x: (pool(x, -jnp.inf), pool(-x, -jnp.inf)), **TILED)
+    assert_close(apart(W, X), both(X))
