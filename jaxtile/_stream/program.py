@@ -228,7 +228,10 @@ def _schedule(
         return schedule_of(graph, stored, tiles, traced.rank), held
     except TilingError as error:
         if options.policy is None:
-            error.add_note("`jaxtile.stream` stores nothing, unless it has a `policy`")
+            error.add_note(
+                "`jaxtile.stream` stores nothing, unless it has a `policy`. What needs whole "
+                "arrays can be done to its result."
+            )
         raise
 
 
