@@ -16,6 +16,6 @@ Each file in this folder is a program, run as `python -m experiments.NAME`:
     peers      the same step in PyTorch, in a process of its own
 
 The rooms, in an order in which each needs only rooms before it: `program` (config, command line,
-end), `images` (files of any size), `data` (labelled examples), `devices`, `measuring`,
-`predicting`, `training`, `reference`. No room imports a program.
+end), `images` (files of any size), `data` (labelled examples), `tasks` (what scores mean),
+`devices`, `measuring`, `predicting`, `training`, `reference`. No room imports a program.
 """

@@ -41,10 +41,11 @@ from absl import flags, logging
 
 import jaxtile
 
-from .data import Scale, range_of, read_range
+from . import data
+from .data import Scale, range_of
 from .images import Image, ImageError, open_image
 from .predicting.network import Map, Network, PredictionError, times
-from .predicting.pixels import check_image, writing
+from .predicting.pixels import writing
 from .predicting.whole_image import classify, segment
 from .program.command import start
 from .program.config import ConfigError
@@ -56,7 +57,7 @@ from .training.trained import load_trained
 
 def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> Network:
     """The network with the range that it takes this image's pixels by, which is printed."""
-    if image.dtype == np.uint8:
+    if image.dtype == np.uint8 or network.learned.pixels != np.uint8:
         return network
     scale, origin = network.scale, "the range of the training images"
     if given:
@@ -77,13 +78,12 @@ def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> N
 
 def load_network(workdir: str | os.PathLike) -> Network:
     """The best weights of a training run."""
-    trained = load_trained(workdir)
-    data = trained.config.data
-    names = [str(i) for i in range(data.classes)]
-    task = trained.task
-    limits = read_range(pathlib.Path(workdir)) or data.get("range")
+    trained, noted = load_trained(workdir), data.noted(pathlib.Path(workdir))
+    options, learner = trained.config.data, trained.learner
+    names = noted.get("class_names") or [str(i) for i in range(options.classes)]
+    limits = data.read_range(pathlib.Path(workdir)) or options.get("range")
     return Network(
-        *(task.scores, trained.weights, data.channels, names, task.output_size),
+        *(learner.scores, trained.weights, options.channels, learner, names),
         Scale(*limits) if limits else None,
     )
 
@@ -127,11 +127,10 @@ def _run(options: Any) -> None:
     with contextlib.ExitStack() as stack:
         image = stack.enter_context(open_image(options.image))
         network = load_network(options.workdir)
-        check_image(image)
         network = with_scale(network, image, options.range)
         progress = stack.enter_context(_Tiles())
         began = time.perf_counter()
-        if network.output_size is None:
+        if not network.learned.task.dense:
             _check_json(out)
             found = classify(network, image, tile=options.tile, progress=progress)
             _write_classes(out, options.image, network, found)
@@ -143,7 +142,7 @@ def _run(options: Any) -> None:
             print(f"{out}: {times(area.size)} pixels{_where(area, image.shape)}")
         if network.scale is not None and (cut := network.scale.beyond()):
             print(f"warning: {cut}")
-        seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:2]) / 1e6
+        seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:-1]) / 1e6
         print(
             f"{pixels:.1f} megapixels in {duration(seconds)}, compilation included: "
             f"{pixels / seconds:.2f} megapixels/s on {jax.devices()[0].device_kind}"
@@ -188,7 +187,7 @@ def _write_classes(out: pathlib.Path, image: str, network: Network, found: np.nd
 def _where(area: Map, shape: Sequence[int]) -> str:
     """What a user must know to lay the result over the image."""
     text = f"; its first pixel is pixel {area.offset} of the image" if any(area.offset) else ""
-    if area.padded != tuple(shape[:2]):
+    if area.padded != tuple(shape[:-1]):
         text += f"; the network saw {times(area.padded)}, the last row and column repeated"
     return text
 

@@ -21,7 +21,7 @@ from experiments.predicting.network import Network
 from experiments.predicting.pixels import Pixels
 from experiments.program.config import base
 from experiments.training.checkpoints import Checkpoints
-from experiments.training.task import Task
+from experiments.training.learner import Learner
 
 from .support import conv, normal
 
@@ -35,12 +35,12 @@ def trained(folder, model="unet", *, colours=3, classes=4, dtype="float64", **op
     config.data.channels, config.data.classes = colours, classes
     folder.mkdir()
     (folder / "config.json").write_text(config.to_json())
-    task = Task(config)
-    weights = task.weights()
+    learner = Learner(config)
+    weights = learner.weights()
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     checkpoints.save(0, {"params": weights.params, "variables": weights.variables}, {})
     checkpoints.close()
-    return jax.jit(lambda images: task.scores(weights, images))
+    return jax.jit(lambda images: learner.scores(weights, images))
 
 
 def image_file(path, height, width, channels=3, dtype=np.uint8):

@@ -104,7 +104,7 @@ def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[floa
             if given
             else _range(found)
         )
-        write_atomically(folder / "data.json", json.dumps({"range": limits}) + "\n")
+        note(folder, range=limits)
     except ImageError as error:
         return {"error": [str(error.path), error.reason]}
     texts = {path: str(error) for path, error in bad.items()}
@@ -122,6 +122,8 @@ def _to_scale(train: Folder, evaluation: Folder) -> list[Job]:
                 types.setdefault(header.dtype, item.image)
         if dataset is train and not types:
             types[np.dtype(np.uint8)] = train.items[0].image
+    if train.dtype != np.uint8:
+        return []
     if len(types) > 1:
         (first, path), (second, other) = list(types.items())[:2]
         raise DataError(
@@ -152,15 +154,37 @@ def _range(found: dict[Path, Found]) -> tuple[tuple[float, float] | None, str]:
 
 def read_range(folder: Path) -> tuple[float, float] | None:
     """The range with which a run was trained; None: on images of 8 bits."""
+    found = noted(folder).get("range")
+    try:
+        return None if found is None else (Scale(*found).low, Scale(*found).high)
+    except (ValueError, TypeError) as error:
+        raise _damaged(folder) from error
+
+
+def note(folder: Path, **found: Any) -> None:
+    """Keep what was found out about the data, for prediction and for a run that goes on."""
+    kept = {**noted(folder), **found}
+    write_atomically(folder / "data.json", json.dumps(kept) + "\n")
+
+
+def noted(folder: Path) -> dict[str, Any]:
+    """What was found out about the data of a run."""
     file = folder / "data.json"
     if not file.is_file():
-        return None
+        return {}
     try:
-        found = json.loads(file.read_text())["range"]
-        return None if found is None else (Scale(*found).low, Scale(*found).high)
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            file,
-            'is damaged: it must be {"range": [LOW, HIGH]}, the values that became 0 and 255 in '
-            'training, or {"range": null} if the images were of 8 bits',
-        ) from error
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise _damaged(folder) from error
+    if not isinstance(found, dict):
+        raise _damaged(folder)
+    return found
+
+
+def _damaged(folder: Path) -> DataError:
+    return DataError(
+        folder / "data.json",
+        'is damaged: it must be {"range": [LOW, HIGH]}, the values that became 0 and 255 in '
+        'training, or {"range": null} if the images were of 8 bits; and may hold their "shape" and '
+        '"class_names"',
+    )

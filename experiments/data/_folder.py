@@ -19,7 +19,7 @@ import numpy as np
 from ..images import Image, ImageError, open_image
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
-from ._scale import read_bytes
+from ._scale import check_channels, read_pixels
 
 _OPEN_IMAGES = 8
 """Kept open by each thread, with the parts of them that were decoded last."""
@@ -51,6 +51,7 @@ class Folder(Dataset):
         geometry: Geometry,
         *,
         classes: int,
+        dtype: Any = np.uint8,
         mask_values: Sequence[int] = (),
         ignored_values: Sequence[int] = (),
         on_bad_file: str = "error",
@@ -70,7 +71,7 @@ class Folder(Dataset):
             )
         self._of_thread = threading.local()  # an open file has a position: one reader each
         size = geometry.size or (1, 1)  # until the images have been looked at
-        label_shape = (geometry.label_size or size) if found.masks else ()
+        label_shape = size if found.masks else ()
         super().__init__(
             (*size, geometry.channels),
             label_shape,
@@ -78,13 +79,14 @@ class Folder(Dataset):
             augment=geometry.augment,
             on_bad_file=on_bad_file,
         )
+        self.dtype = np.dtype(dtype)
         self.ignored = found.ignored
         self.items, self.headers = self._checked(found)
         if geometry.size is None:
             size = self._common_size()
             self.shape = (*size, geometry.channels)
-            self.label_shape = (geometry.label_size or size) if found.masks else ()
-        self.border = geometry.border(size) if found.masks else (0, 0)
+            self.label_shape = size if found.masks else ()
+        self.class_names = list(found.class_names) or self.class_names
 
     def __len__(self) -> int:
         return len(self.items)
@@ -108,7 +110,7 @@ class Folder(Dataset):
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
         y, x = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
         place = slice(y, y + height), slice(x, x + width)
-        values = read_bytes(image, place, self.shape[2], self.scale)
+        values = read_pixels(image, place, self.shape[2], self.scale, self.dtype)
         if not self.masks:
             return values, np.int32(item.label)
         mask = self._image(item.label)
@@ -218,8 +220,7 @@ class Folder(Dataset):
         """What the headers say, of one image and its mask."""
         with open_image(item.image) as image:
             shape, dtype = image.shape, image.dtype
-        if shape[2] > 4:
-            raise DataError(item.image, f"has {shape[2]} channels, {shape}, where at most 4 can be")
+        check_channels(item.image, shape[2], self.geometry.channels)
         size = self.geometry.size
         if size is not None and (shape[0] < size[0] or shape[1] < size[1]):
             raise DataError(item.image, f"its shape {shape} is smaller than `size`, {size}")

@@ -34,6 +34,8 @@ class Listing:
     masks: bool
     ignored: int
     """Files that are no images, by their names, or that no label speaks of."""
+    class_names: tuple[str, ...] = ()
+    """Where the labels have names."""
 
 
 def listing(options: Any, split: str, *, seed: int) -> Listing:
@@ -75,7 +77,18 @@ def listing(options: Any, split: str, *, seed: int) -> Listing:
             f"{options.eval_fraction}; {ignored} files were ignored; images end in "
             f"{', '.join(SUFFIXES)})",
         )
-    return Listing(path, tuple(items), labels == "masks", ignored)
+    names = _class_names(labels, list(folders.values()) or [path], options.files_outside)
+    return Listing(path, tuple(items), labels == "masks", ignored, names)
+
+
+def _class_names(labels: str, folders: list[Path], files_outside: bool) -> tuple[str, ...]:
+    """In the order of their numbers; () if classes have numbers only."""
+    if labels == "folders":
+        return tuple(sorted({e.name for f in folders for e in f.iterdir() if _is_class(e)}))
+    if labels == "csv":
+        found = {row.label for folder in folders for row in _table(folder, files_outside)}
+        return () if any(label.isdecimal() for label in found) else tuple(sorted(found))
+    return ()
 
 
 def _folders_of_splits(path: Path) -> dict[str, Path]:

@@ -73,16 +73,14 @@ class Cells(_Synthetic):
         super().__init__(*arguments, classes=classes, **keywords)
 
     def _label_shape(self) -> tuple[int, ...]:
-        self.border = self.geometry.border(self.geometry.size)
-        return self.geometry.label_size or self.geometry.size
+        return self.geometry.size
 
     def _draw(self, index: int) -> tuple[np.ndarray, Any]:
         return draw_cells(self._generator(index), *self.shape)
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         image, mask = self._drawn(index)
-        (top, left), (height, width) = self.border, self.label_shape
-        return image, mask[top : top + height, left : left + width]
+        return image, self.centre(mask)
 
 
 class Textures(_Synthetic):

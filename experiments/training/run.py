@@ -13,11 +13,11 @@ from ..program.config import ConfigError
 from ..program.progress import Now
 from .evaluation import Evaluation
 from .feed import Sent
+from .learner import Learner
 from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data
 from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
-from .task import Task
 from .workdir import Workdir
 
 
@@ -33,12 +33,12 @@ class Run:
     def __init__(self, config: ConfigDict, workdir: Workdir, devices: Devices, now: Now):
         self.config, self.workdir, self.devices = config, workdir, devices
         now("tracing the model")
-        self.task = Task(config)
+        self.learner = Learner(config)
         now("looking at the data")
-        self.train_set, self.eval_set = examined_data(self.task, workdir.path, devices)
+        self.train_set, self.eval_set = examined_data(self.learner, workdir.path, devices)
         optimiser, self.learning_rate = make_optimiser(config)
         shapes = batch_shapes(self.train_set, config.train.batch_size)
-        self.step = Step(self.task, optimiser, shapes, devices)
+        self.step = Step(self.learner, optimiser, shapes, devices)
         now("making weights, or restoring them")
         self.saved = Saved(workdir.path, config.checkpoint.keep, devices)
         self.done, self.state, self.record = self.saved.restore(self.step)
@@ -107,7 +107,7 @@ class Run:
         """Metrics over the held-out images; the weights are kept if they are the best so far."""
         result = {"step": self.done, "split": "eval", **self.evaluation(self.state.weights)}
         self.workdir.write(result)
-        quality, best = result[self.task.quality], self.record["best"]
+        quality, best = result[self.learner.task.quality], self.record["best"]
         if quality is not None and (best is None or quality > best["quality"]):
             self.record["best"] = {"step": self.done, "quality": quality}
             self.saved.save_best(self.done, self.state, self.record)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ..program.config import ConfigError, differences, fields
+from ..program.config import ConfigError, differences, fields, with_defaults
 from ..program.files import Lock, naming, write_atomically
 
 _METRICS = {"step", "loss"}
@@ -50,7 +50,7 @@ class Workdir:
                 f"are the same: mv {proposed} {self.path / 'config.json'}"
             ) from error
         new = _parsed(config.to_json())
-        found = differences(*(dict(fields(ConfigDict(c))) for c in (old, new)))
+        found = differences(*(dict(fields(with_defaults(ConfigDict(c)))) for c in (old, new)))
         if found:
             raise ConfigError(
                 f"{self.path} holds a run with other settings ({'; '.join(found[:5])}): give "
