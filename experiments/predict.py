@@ -5,9 +5,10 @@
 The image is read window by window and the result written tile by tile; neither is ever whole in
 memory, and there are no seams: the result is that of the network on the whole image.
 
-* A network that segments writes the class of each pixel (uint8), or with `--probabilities` those of
-  all classes, (H, W, classes), as .tif, .npy or .zarr. One without padding gives a map smaller than
-  the image; which pixel is its first is printed.
+* A network that segments writes the class of each pixel: its number or, if `data.mask_values` gave
+  it one, its value; or with `--probabilities` those of all classes, (H, W, classes). The file may
+  be .tif (tiled, compressed BigTIFF), .npy or .zarr. A network without padding gives a map smaller
+  than the image; which pixel is its first is printed.
 * A network that classifies prints the probability of each class, and writes JSON.
 
 Some networks do not take every size: a U-Net that halves the image four times takes multiples of
@@ -85,6 +86,7 @@ def load_network(workdir: str | os.PathLike) -> Network:
     return Network(
         *(learner.scores, trained.weights, options.channels, learner, names),
         Scale(*limits) if limits else None,
+        options.mask_values if learner.config.task in ("auto", "segmentation") else (),
     )
 
 

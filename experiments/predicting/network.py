@@ -43,6 +43,8 @@ class Network:
     """Their names."""
     scale: Scale | None = None
     """Of pixels that are not of 8 bits."""
+    values: Sequence[int] = ()
+    """Of each class in masks; (): its number."""
 
     def size_error(self, *size: int) -> str | None:
         """Why it does not take an image of this size."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,14 +44,21 @@ class Pixels:
 
 
 class Unbatched:
-    """A sink for a batch of one that writes to an image."""
+    """A sink for a batch of one that writes to an image; instead of classes, their values."""
 
-    def __init__(self, image: Any):
-        self.image, self.axes = image, len(image.shape) - 1
+    def __init__(self, image: Any, values: np.ndarray | None = None):
+        self.image, self.values, self.axes = image, values, len(image.shape) - 1
 
     def __setitem__(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
         with writing(self.image.path):
-            self.image[place[1 : 1 + self.axes]] = tile[0]
+            self.image[place[1 : 1 + self.axes]] = (
+                tile[0] if self.values is None else self.values[tile[0]]
+            )
+
+
+def table(values: Sequence[int]) -> np.ndarray:
+    """The values of classes, in the smallest type that holds them."""
+    return np.array(values, np.result_type(*map(np.min_scalar_type, values)))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import jaxtile
 from ..images import Image, create_image
 from ..program.ending import undone
 from .network import Map, Network, PredictionError
-from .pixels import Pixels, Unbatched, writing
+from .pixels import Pixels, Unbatched, table, writing
 
 Progress = Callable[[int, int], Any]
 
@@ -46,9 +46,10 @@ def segment(
     tiles = tuple(math.ceil(n / tile) for n in area.size)
     run = jaxtile.stream(result, in_axes=(None, space), tiles=tiles)
     with writing(out):
-        created = create_image(out, made.shape[1:], made.dtype)
+        values = None if probabilities or not network.values else table(network.values)
+        created = create_image(out, made.shape[1:], made.dtype if values is None else values.dtype)
     with created as written, undone(written.abandon):
-        run(network.weights, source, out=Unbatched(written), progress=progress)
+        run(network.weights, source, out=Unbatched(written, values), progress=progress)
     return area
 
 

@@ -23,6 +23,7 @@ from ..devices.hosts import Devices
 from ..devices.memory import Peak
 from ..program.config import ConfigError
 from ..program.files import write_atomically
+from .checkpoints import flatten, unflatten
 from .learner import Learner, Weights
 
 
@@ -109,6 +110,14 @@ class Step:
         made = new.lower()
         # It runs once, and LLVM takes seconds to optimise each of its random numbers.
         return made.compile(compiler_options={"xla_backend_optimization_level": 0})()
+
+    def begun_with(self, weights: Weights) -> State:
+        """Before the first step, with the weights of another run."""
+        for ours, theirs in zip(self.state[:2], weights, strict=True):
+            unflatten(ours, flatten(theirs))  # an error if it is of another model
+        params, variables = jax.tree.map(jnp.asarray, tuple(weights))
+        average = jax.tree.map(jnp.array, params) if self.state.ema else ()
+        return State(params, variables, self.optimiser.init(params), average)
 
     def traced(self, policy: Any) -> Any:
         """The step under a policy; None: the plain loss, as it was written, on one device."""

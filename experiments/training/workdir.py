@@ -54,7 +54,8 @@ class Workdir:
         if found:
             raise ConfigError(
                 f"{self.path} holds a run with other settings ({'; '.join(found[:5])}): give "
-                "another --workdir, or the settings of that run"
+                "another --workdir, or the settings of that run. To train on from its weights: "
+                f"another --workdir, and --config.start_from={self.path}"
             )
 
     def adopt(self, config: ConfigDict) -> None:

@@ -140,7 +140,7 @@ class Search:
                 self.say(f"plan: this schedule did not run here: {str(error).splitlines()[0]}")
                 continue
             self.say(
-                f"plan: a step of {len(rival.stages)} stages takes {times[rival] * 1e3:.3g} ms "
+                f"plan: a step of {_stages(rival)} takes {times[rival] * 1e3:.3g} ms "
                 f"(estimated {rival.seconds * 1e3:.3g})"
             )
         best = min(times, key=times.__getitem__, default=chosen)
@@ -202,7 +202,7 @@ class Search:
             return
         lowered = self.lowered[candidate]
         self.say(
-            f"plan: {len(candidate.stages)} stages, {candidate.seconds / self.plain.seconds:.2f}x "
+            f"plan: {_stages(candidate)}, {candidate.seconds / self.plain.seconds:.2f}x "
             f"plain's time, {format_bytes(self.fixed + candidate.peak)} estimated, after "
             f"{began - self.began:.1f} s; compiling" + (" as it will run" if as_it_runs else "")
         )
@@ -412,3 +412,8 @@ def _arguments_and_results(traced: Any) -> int:
 
 def _size(aval: Any) -> int:
     return aval.size * getattr(aval.dtype, "itemsize", 8)
+
+
+def _stages(candidate: Candidate) -> str:
+    number = len(candidate.stages)
+    return "1 stage" if number == 1 else f"{number} stages"
