@@ -127,8 +127,8 @@ def _run(options: Any) -> None:
     if out.resolve() == pathlib.Path(options.image).resolve():
         raise ConfigError(f"--out={out} is the image itself")
     with contextlib.ExitStack() as stack:
-        image = stack.enter_context(open_image(options.image))
         network = load_network(options.workdir)
+        image = stack.enter_context(open_image(options.image, network.learned.spatial))
         network = with_scale(network, image, options.range)
         progress = stack.enter_context(_Tiles())
         began = time.perf_counter()

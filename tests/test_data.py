@@ -697,12 +697,10 @@ def test_ranges_that_cannot_be_found(masks, tmp_path):
 def test_windows_of_a_scan_cover_the_image_once(shape, block, most):
     block = tuple(map(min, block, shape))
     seen = np.zeros(shape, int)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_scan, "_AT_ONCE", most)
-        for window in _scan.windows(shape, block):
-            seen[window] += 1
-            one_block = max(most, block[0] * block[1])
-            assert seen[window].size <= (max(most, shape[1]) if block[1] == shape[1] else one_block)
+    for window in _scan.windows(shape, block, most):
+        seen[window] += 1
+        one_block = max(most, block[0] * block[1])
+        assert seen[window].size <= (max(most, shape[1]) if block[1] == shape[1] else one_block)
     assert (seen == 1).all()
 
 

@@ -79,7 +79,10 @@ def load(
     if split not in ("train", "eval"):
         raise ValueError(f"`split` (={split!r}) must be 'train' or 'eval'")
     window = options.size if size is None else size
-    geometry = Geometry(sizes(window, options.dimensions), options.channels, options.augment)
+    dimensions = options.dimensions
+    geometry = Geometry(
+        sizes(window, dimensions), options.channels, options.augment, dimensions=dimensions
+    )
     return maker(options.kind)(options, split, geometry, seed)
 
 

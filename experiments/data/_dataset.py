@@ -46,6 +46,7 @@ class Geometry:
     """Of the window; None: the whole image."""
     channels: int
     augment: bool = False
+    dimensions: int = 2
 
     def __post_init__(self) -> None:
         if self.channels < 1:

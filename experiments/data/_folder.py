@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,12 +30,12 @@ _OPEN_IMAGES = 8
 class Header:
     """Of an image."""
 
-    size: tuple[int, int]
+    size: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def pixels(self) -> int:
-        return self.size[0] * self.size[1]
+        return math.prod(self.size)
 
 
 class Folder(Dataset):
@@ -70,7 +71,7 @@ class Folder(Dataset):
                 f"and be ignored (`ignored` is {self.ignored_values})"
             )
         self._of_thread = threading.local()  # an open file has a position: one reader each
-        size = geometry.size or (1, 1)  # until the images have been looked at
+        size = geometry.size or (1,) * geometry.dimensions  # until the images have been looked at
         label_shape = size if found.masks else ()
         super().__init__(
             (*size, geometry.channels),
@@ -93,7 +94,7 @@ class Folder(Dataset):
 
     @property
     def is_whole(self) -> bool:
-        return all(header.size == self.shape[:2] for header in self.headers)
+        return all(header.size == self.shape[:-1] for header in self.headers)
 
     def name(self, index: int) -> str:
         return self._name(self.items[index].image)
@@ -104,31 +105,30 @@ class Folder(Dataset):
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         item = self.items[index]
         image = self._image(item.image)
-        height, width = self.shape[:2]
-        spare = image.shape[0] - height, image.shape[1] - width
+        spare = [n - m for n, m in zip(image.shape[:-1], self.shape[:-1], strict=True)]
         if min(spare) < 0:
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
-        y, x = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
-        place = slice(y, y + height), slice(x, x + width)
-        values = read_pixels(image, place, self.shape[2], self.scale, self.dtype)
+        starts = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
+        place = tuple(slice(a, a + n) for a, n in zip(starts, self.shape[:-1], strict=True))
+        values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype)
         if not self.masks:
             return values, np.int32(item.label)
         mask = self._image(item.label)
-        y, x = y + self.border[0], x + self.border[1]
-        height, width = self.label_shape
-        return values, self._classes(item.label, mask[y : y + height, x : x + width][..., 0])
+        parts = zip(starts, self.border, self.label_shape, strict=True)
+        place = tuple(slice(a + b, a + b + n) for a, b, n in parts)
+        return values, self._classes(item.label, mask[place][..., 0])
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[tuple[Image, Any]]:
         """A whole image, to be read by windows; and its class, or `mask[y0:y1, x0:x1]`."""
         item = self.items[index]
         with contextlib.ExitStack() as stack:
-            image = stack.enter_context(open_image(item.image))
+            image = stack.enter_context(open_image(item.image, self.geometry.dimensions))
             if not self.masks:
                 yield image, int(item.label)
                 return
-            mask = stack.enter_context(open_image(item.label))
-            if mask.shape[:2] != image.shape[:2]:
+            mask = stack.enter_context(open_image(item.label, self.geometry.dimensions))
+            if mask.shape[:-1] != image.shape[:-1]:
                 raise DataError(item.label, f"was changed, and is no longer of {item.image}'s size")
             yield image, _Mask(self, mask)
 
@@ -191,7 +191,7 @@ class Folder(Dataset):
         if not hasattr(self._of_thread, "images"):
             self._of_thread.images = collections.OrderedDict()
         images: collections.OrderedDict[Path, Image] = self._of_thread.images
-        image = images.pop(path, None) or open_image(path)
+        image = images.pop(path, None) or open_image(path, self.geometry.dimensions)
         if not image.whole:
             images[path] = image
             while len(images) > _OPEN_IMAGES:
@@ -218,31 +218,32 @@ class Folder(Dataset):
 
     def _check(self, item: Item) -> Header:
         """What the headers say, of one image and its mask."""
-        with open_image(item.image) as image:
+        with open_image(item.image, self.geometry.dimensions) as image:
             shape, dtype = image.shape, image.dtype
-        check_channels(item.image, shape[2], self.geometry.channels)
+        check_channels(item.image, shape[-1], self.geometry.channels)
         size = self.geometry.size
-        if size is not None and (shape[0] < size[0] or shape[1] < size[1]):
+        if size is not None and any(n < m for n, m in zip(shape, size, strict=False)):
             raise DataError(item.image, f"its shape {shape} is smaller than `size`, {size}")
         if isinstance(item.label, Path):
             self._check_mask(item.image, shape, item.label)
-        return Header(shape[:2], dtype)
+        return Header(shape[:-1], dtype)
 
-    def _check_mask(self, image: Path, shape: tuple[int, int, int], path: Path) -> None:
-        with open_image(path) as mask:
-            if mask.shape[2] != 1:
+    def _check_mask(self, image: Path, shape: tuple[int, ...], path: Path) -> None:
+        with open_image(path, self.geometry.dimensions) as mask:
+            if mask.shape[-1] != 1:
                 raise DataError(
                     path,
-                    f"a mask has one channel, a class for each pixel, but this has {mask.shape[2]}",
+                    "a mask has one channel, a class for each pixel, but this has "
+                    f"{mask.shape[-1]}",
                 )
             if mask.dtype.kind not in "ui":
                 raise DataError(path, f"a mask has integers, but this has {mask.dtype}")
-            if mask.shape[:2] != shape[:2]:
+            if mask.shape[:-1] != shape[:-1]:
                 raise DataError(
                     path, f"its shape {mask.shape} is not that of its image {image}, {shape}"
                 )
 
-    def _common_size(self) -> tuple[int, int]:
+    def _common_size(self) -> tuple[int, ...]:
         first = self.headers[0].size
         for item, header in zip(self.items, self.headers, strict=True):
             if header.size != first:
@@ -260,5 +261,5 @@ class _Mask:
     def __init__(self, folder: Folder, image: Image):
         self.folder, self.image = folder, image
 
-    def __getitem__(self, place: tuple[slice, slice]) -> np.ndarray:
+    def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
         return self.folder._classes(self.image.path, self.image[place][..., 0])

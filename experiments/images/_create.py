@@ -20,6 +20,7 @@ from ._base import ImageError, image_shape, require, window_of
 
 _CHUNK = 512
 """Side of a zarr chunk or TIFF tile: a window of a network's output touches few of them."""
+_CHUNK_OF_VOLUME = 64
 _TIFF = (".tif", ".tiff")
 
 
@@ -34,13 +35,13 @@ class WritableImage:
         self.path, self.shape, self.dtype = path, shape, _dtype_of(array)
         self._temporary, self._array, self._packed = temporary, array, _temporary_name(path)
 
-    def __setitem__(self, slices: tuple[slice, slice], values: Any) -> None:
+    def __setitem__(self, slices: tuple[slice, ...], values: Any) -> None:
         if self._array is None:
             raise ValueError(f"{self.path}: is closed, and can no longer be written to")
-        y0, y1, x0, x1 = window_of(slices, self.path, self.shape)
+        place = window_of(slices, self.path, self.shape)
         values = np.asarray(values)
-        window = (y1 - y0, x1 - x0, self.shape[2])
-        if values.shape not in (window, window[:2] if window[2] == 1 else window):
+        window = (*(p.stop - p.start for p in place), self.shape[-1])
+        if values.shape not in (window, window[:-1] if window[-1] == 1 else window):
             raise ValueError(
                 f"{self.path}: values of shape {values.shape} for the window {slices}, which is "
                 f"{window}"
@@ -50,7 +51,7 @@ class WritableImage:
                 f"{self.path}: values of dtype {values.dtype} would lose digits in an image of "
                 f"dtype {self.dtype}: convert them first"
             )
-        target = self._array[y0:y1, x0:x1]
+        target = self._array[place]
         values = values.reshape(target.shape).astype(self.dtype, copy=False)
         if isinstance(self._array, np.ndarray):
             target[...] = values
@@ -95,14 +96,17 @@ class WritableImage:
             self.abandon()
 
 
-def create_image(path: str | Path, shape: Sequence[int], dtype: Any) -> WritableImage:
+def create_image(
+    path: str | Path, shape: Sequence[int], dtype: Any, dimensions: int = 2
+) -> WritableImage:
     """Creates an image to write windows of, in any order: `with create_image(...) as image`.
 
     Args:
       path: `.tif` or `.tiff` (BigTIFF, tiled and compressed; until it is closed its pixels take
         their full size beside it), `.npy`, or `.zarr` (version 2, compressed).
-      shape: (H, W) or (H, W, C).
+      shape: (H, W) or (H, W, C); of a volume (D, H, W) or (D, H, W, C).
       dtype: integers or floats.
+      dimensions: 2, or 3 for a volume, which is written as `.npy` or `.zarr`.
     """
     path = Path(path)
     creators = {**dict.fromkeys(_TIFF, _create_npy), ".npy": _create_npy, ".zarr": _create_zarr}
@@ -111,9 +115,11 @@ def create_image(path: str | Path, shape: Sequence[int], dtype: Any) -> Writable
         raise ImageError(path, f"an image can be written as {', '.join(creators)}, not {suffix!r}")
     if not path.parent.is_dir():
         raise ImageError(path, f"there is no folder {path.parent} to write it in")
-    shape, dtype = image_shape(path, shape), np.dtype(dtype)
+    shape, dtype = image_shape(path, shape, dimensions), np.dtype(dtype)
     if dtype.kind not in "uif":
         raise ImageError(path, f"an image has integers or floats, not {dtype}")
+    if suffix in _TIFF and dimensions != 2:
+        raise ImageError(path, "a volume can be written as .npy or .zarr")
     if suffix in _TIFF:
         require("tifffile", path)  # now, not when all is computed
     temporary = _temporary_name(path)
@@ -161,13 +167,14 @@ def _pack(path: Path, packed: Path, array: np.ndarray) -> None:
     )
 
 
-def _create_npy(path: Path, temporary: Path, shape: tuple[int, int, int], dtype: np.dtype) -> Any:
+def _create_npy(path: Path, temporary: Path, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     return np.lib.format.open_memmap(temporary, "w+", dtype, shape)
 
 
-def _create_zarr(path: Path, temporary: Path, shape: tuple[int, int, int], dtype: np.dtype) -> Any:
+def _create_zarr(path: Path, temporary: Path, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     tensorstore = require("tensorstore", path)
-    chunks = [min(_CHUNK, shape[0]), min(_CHUNK, shape[1]), shape[2]]
+    side = _CHUNK if len(shape) < 4 else _CHUNK_OF_VOLUME
+    chunks = [*(min(side, n) for n in shape[:-1]), shape[-1]]
     return tensorstore.open(
         {
             "driver": "zarr",

@@ -47,7 +47,8 @@ def segment(
     run = jaxtile.stream(result, in_axes=(None, space), tiles=tiles)
     with writing(out):
         values = None if probabilities or not network.values else table(network.values)
-        created = create_image(out, made.shape[1:], made.dtype if values is None else values.dtype)
+        dtype = made.dtype if values is None else values.dtype
+        created = create_image(out, made.shape[1:], dtype, dimensions=len(area.size))
     with created as written, undone(written.abandon):
         run(network.weights, source, out=Unbatched(written, values), progress=progress)
     return area

@@ -67,7 +67,7 @@ def tile_grid(image: np.ndarray, explained: Explanation, path: pathlib.Path) -> 
         for region in explained.regions
         if isinstance(region.grid, tuple)
         for use in region.reads
-        if image.shape[:2] == tuple(use.shape[-3:-1])
+        if image.ndim == 3 and image.shape[:2] == tuple(use.shape[-3:-1])
     ]
     if not found:
         return False
