@@ -73,6 +73,7 @@ def test_a_field_of_the_wrong_type(tmp_path):
         ("train.ema", 1.0),
         ("data.std", (0.0,)),
         ("data.mean", (0.1, 0.2)),
+        ("data.std", (0.1, 0.2, 0.3)),
         ("data.channels", 0),
         ("dtype", "int8"),
         ("dtype", "float16"),

@@ -15,10 +15,11 @@ import pytest
 import jaxtile
 import models
 from experiments import data, tasks
+from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError, base, check
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.learner import Learner
-from experiments.training.setup import load_data
+from experiments.training.setup import examined_data, load_data
 from experiments.training.trained import load_trained
 
 from .support import assert_close
@@ -389,3 +390,25 @@ def test_scores_that_do_not_fit(package):
     config.task = "classification"
     with pytest.raises(ConfigError, match="the task 'classification' needs scores for each image"):
         assert learner.task
+
+
+def test_mean_and_deviation_of_the_data(package, tmp_path):
+    """Found once, and kept: a run that goes on, and prediction, use the same."""
+    config = config_for()
+    config.data.mean, config.data.std, config.data.augment = (), (), False
+    learner = Learner(config)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    examined_data(learner, workdir, Devices())
+    train_set = data.load(config.data, "train", seed=0)
+    train_set.take_labels((12, 12))
+    images = [train_set.example(i, np.random.default_rng([0, i]))[0] for i in range(4)]
+    np.testing.assert_allclose(learner.mean, np.mean(images, (0, 1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(learner.std, np.std(images, (0, 1, 2)), rtol=1e-9)
+    assert data.noted(workdir)["mean"] == list(learner.mean)
+    assert data.noted(workdir)["class_names"] == ["calm", "wave"]
+    (workdir / "checkpoints" / "3").mkdir(parents=True)
+    data.note(workdir, mean=[1.0] * 5)
+    again = Learner(config)
+    examined_data(again, workdir, Devices())
+    assert again.mean == (1.0,) * 5

@@ -31,6 +31,7 @@ from ._examine import examine as examine
 from ._examine import note as note
 from ._examine import noted as noted
 from ._examine import read_range as read_range
+from ._examine import statistics as statistics
 from ._folder import Folder as Folder
 from ._listing import listing
 from ._own import Own as Own

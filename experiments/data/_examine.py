@@ -24,6 +24,7 @@ from ._scan import Found, Job, scan
 
 _MOST_THREADS = 16
 _MOST_NAMED = 20  # classes in a line
+_MOST_EXAMPLES = 64  # for mean and deviation
 
 Share = Callable[[Callable[[], str]], str]
 """Takes a function that makes a text, and returns the text in every process."""
@@ -159,6 +160,24 @@ def read_range(folder: Path) -> tuple[float, float] | None:
         return None if found is None else (Scale(*found).low, Scale(*found).high)
     except (ValueError, TypeError) as error:
         raise _damaged(folder) from error
+
+
+def statistics(dataset: Dataset, seed: int) -> tuple[list[float], list[float]]:
+    """Mean and deviation of each channel over some training examples; of 8 bits as 0 to 1."""
+    sums = np.zeros((3, dataset.shape[-1]))
+    unit = 255 if dataset.dtype == np.uint8 else 1
+    axes = tuple(range(len(dataset.shape) - 1))
+    for index in np.random.default_rng(seed).permutation(len(dataset))[:_MOST_EXAMPLES]:
+        image, _ = dataset.example(int(index), np.random.default_rng([seed, int(index)]))
+        values = image.astype(np.float64) / unit
+        sums += [
+            values.sum(axes),
+            (values**2).sum(axes),
+            np.full(len(sums[0]), values[..., 0].size),
+        ]
+    mean = sums[0] / sums[2]
+    deviation = np.sqrt(np.maximum(sums[1] / sums[2] - mean**2, 0))
+    return mean.tolist(), np.where(deviation > 0, deviation, 1).tolist()
 
 
 def note(folder: Path, **found: Any) -> None:

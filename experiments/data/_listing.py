@@ -130,9 +130,10 @@ def _by_stem(folder: Path) -> tuple[dict[str, Path], int]:
     files, ignored = _images(folder)
     stems: dict[str, Path] = {}
     for file in files:
-        if file.stem in stems:
-            raise DataError(folder, f"{stems[file.stem].name} and {file.name} have one name")
-        stems[file.stem] = file
+        stem = file.stem.removesuffix(".ome")
+        if stem in stems:
+            raise DataError(folder, f"{stems[stem].name} and {file.name} have one name")
+        stems[stem] = file
     return stems, ignored
 
 

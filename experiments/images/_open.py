@@ -12,6 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ._base import Image, ImageError, WholeImage, Window, describe, image_shape, require
+from ._ome import arranged, multiscale
 from ._raw import RawArray
 from ._tiff import open_tiff
 
@@ -42,7 +43,8 @@ def open_image(path: str | Path, dimensions: int = 2) -> Image:
     * `.tif`, `.tiff`: tiled and striped, BigTIFF, full resolution of a pyramid; a window decodes
       only the tiles or strips that it touches. Pages of one channel each become channels.
     * `.npy`: (H, W) or (H, W, C); a window reads its bytes.
-    * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C).
+    * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C); or
+      an OME-Zarr group, of which the finest resolution is read.
     * `.png`, `.jpg`, `.jpeg`: these formats have no windows. The first read decodes the whole
       image and keeps it until the image is closed; beyond 2^28 pixels they are refused.
     """
@@ -107,6 +109,8 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def _open_zarr(path: Path, dimensions: int) -> Image:
+    found = multiscale(path)
+    path, axes = found or (path, None)
     if (path / "zarr.json").exists():
         driver = "zarr3"
     elif (path / ".zarray").exists():
@@ -123,6 +127,9 @@ def _open_zarr(path: Path, dimensions: int) -> Image:
     try:
         array = tensorstore.open({"driver": driver, "kvstore": store}, read=True).result()
         dtype = array.dtype.numpy_dtype
+        array = array if axes is None else arranged(path, array, axes, dimensions)
+    except ImageError:
+        raise
     except Exception as error:
         raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
     chunk = array.chunk_layout.read_chunk.shape

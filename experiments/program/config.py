@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ _DATA = {
     "eval_fraction": 0.2,  # of a folder without train/ and eval/
     "augment": False,
     "on_bad_file": "error",  # or skip
-    "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
+    "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1; (): of the training images
     "std": (0.25,),
 }
 
@@ -153,10 +154,8 @@ def check(config: ConfigDict) -> None:
     for name in ("train.ema", "data.eval_fraction", "train.momentum"):
         _require(config, name, lambda n: 0 <= n < 1, "be at least 0 and less than 1")
     for name in ("data.mean", "data.std"):
-        allowed = (1, config.data.channels)
-        _require(
-            config, name, lambda t: len(t) in allowed, f"have {allowed[0]} or {allowed[1]} values"
-        )
+        allowed = (0, 1, config.data.channels)
+        _require(config, name, lambda t: len(t) in allowed, f"have 1 or {allowed[2]} values, or 0")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
     _require(config, "data.classes", lambda n: n <= 255, "be at most 255")
     for name in ("data.size", "eval.size"):
@@ -230,7 +229,12 @@ def load(path: str) -> ConfigDict:
         spec.loader.exec_module(module)
         return module.get_config()
     except (AttributeError, KeyError, TypeError, SyntaxError, ImportError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(a) for a in error.args)}") from error
+        text = " ".join(str(a) for a in error.args)
+        # A misspelt field: all others, which ml_collections lists, help nobody.
+        text = re.sub(
+            r" Other fields present:.*(?=Did you mean)| Other fields.*", " ", text, flags=re.S
+        )
+        raise ConfigError(f"{file}: {' '.join(text.split())}") from error
 
 
 def _value(config: ConfigDict, name: str) -> Any:

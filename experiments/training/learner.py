@@ -45,7 +45,7 @@ class Learner:
 
     Attributes:
       image_shape: of the images that weights are made for; a model may have weights per position.
-      mean, std: by which pixels are normalised.
+      mean, std: by which pixels are normalised; () until they are found in the data.
       network: the model.
       task: what its scores mean.
     """
@@ -141,7 +141,8 @@ class Learner:
 
     def normalised(self, images: jax.Array) -> jax.Array:
         """Pixels of 8 bits are numbers from 0 to 1, others are taken as they are."""
-        mean, std = (jnp.asarray(v, self.dtype) for v in (self.mean, self.std))
+        # Until they are known, only shapes are asked for.
+        mean, std = (jnp.asarray(v or 1, self.dtype) for v in (self.mean, self.std))
         values = images.astype(self.dtype)
         return ((values / 255 if self.pixels == jnp.uint8 else values) - mean) / std
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import platform
@@ -34,10 +35,37 @@ def examined_data(
             limits=learner.config.data.range,
             share=devices.made_by_first,
         )
+    found += _normalise(learner, train_set, folder, devices)
     if devices.is_first:
-        data.note(folder, shape=train_set.shape, class_names=train_set.class_names)
+        data.note(
+            folder,
+            shape=train_set.shape,
+            class_names=train_set.class_names,
+            mean=learner.mean,
+            std=learner.std,
+        )
     print("\n".join([describe(learner, train_set, eval_set), *found]), flush=True)
     return train_set, eval_set
+
+
+def _normalise(
+    learner: Learner, train_set: data.Dataset, folder: pathlib.Path, devices: Devices
+) -> list[str]:
+    """Find out mean and deviation of each channel, if the config leaves them to the data."""
+    if learner.mean and learner.std:
+        return []
+
+    def found() -> str:
+        begun = any(folder.glob("checkpoints/[0-9]*"))
+        kept = data.noted(folder) if begun else {}
+        if "mean" in kept:
+            return json.dumps([kept["mean"], kept["std"]])
+        return json.dumps(data.statistics(train_set, learner.config.seed))
+
+    mean, std = json.loads(devices.made_by_first(found))
+    learner.mean, learner.std = learner.mean or tuple(mean), learner.std or tuple(std)
+    shown = [" ".join(f"{v:.4g}" for v in values) for values in (learner.mean, learner.std)]
+    return [f"pixels have mean {shown[0]} and deviation {shown[1]}"]
 
 
 def load_data(learner: Learner) -> tuple[data.Dataset, data.Dataset]:

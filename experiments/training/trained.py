@@ -36,7 +36,10 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
         raise ConfigError(f"{folder} is not the folder of a training run")
     try:
         settings = with_defaults(ConfigDict(read_config(folder)))
-        learner = Learner(settings, data.noted(folder).get("shape"))
+        noted = data.noted(folder)
+        learner = Learner(settings, noted.get("shape"))
+        learner.mean = learner.mean or tuple(noted["mean"])
+        learner.std = learner.std or tuple(noted["std"])
     except (AttributeError, KeyError) as error:
         raise ConfigError(f"{folder / 'config.json'} is damaged: {error}") from error
     for name in ("best", "checkpoints"):

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._amounts import format_bytes
+from .._amounts import format_bytes, format_ms
 from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
@@ -140,8 +140,8 @@ class Search:
                 self.say(f"plan: this schedule did not run here: {str(error).splitlines()[0]}")
                 continue
             self.say(
-                f"plan: a step of {_stages(rival)} takes {times[rival] * 1e3:.3g} ms "
-                f"(estimated {rival.seconds * 1e3:.3g})"
+                f"plan: a step of {_stages(rival)} takes {format_ms(times[rival])} ms "
+                f"(estimated {format_ms(rival.seconds)})"
             )
         best = min(times, key=times.__getitem__, default=chosen)
         self.say(f"plan: compared {len(times)} in {time.perf_counter() - began:.1f} s")
