@@ -18,8 +18,10 @@ from experiments import data, tasks
 from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError, base, check
 from experiments.training.checkpoints import Checkpoints
+from experiments.training.evaluation import Evaluation
 from experiments.training.learner import Learner
 from experiments.training.setup import examined_data, load_data
+from experiments.training.step import Step, batch_shapes, make_optimiser
 from experiments.training.trained import load_trained
 
 from .support import assert_close
@@ -412,3 +414,67 @@ def test_mean_and_deviation_of_the_data(package, tmp_path):
     again = Learner(config)
     examined_data(again, workdir, Devices())
     assert again.mean == (1.0,) * 5
+
+
+def evaluated(config, workdir):
+    """Metrics of untrained weights on the held-out files, whole and in tiles; and the rest."""
+    check(config)
+    learner = Learner(config)
+    workdir.mkdir()
+    train_set, eval_set = examined_data(learner, workdir, Devices())
+    step = Step(learner, make_optimiser(config)[0], batch_shapes(train_set, 1))
+    jax.eval_shape(lambda *a: step._of(learner.loss)(*a), step.state, *step.batch)
+    found = Evaluation(step, eval_set, 2**40)
+    return found(learner.weights()), learner, eval_set
+
+
+def test_files_of_numbers(tmp_path):
+    """Images of float32 that keep their values, targets with holes, files of two sizes."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "eval"):
+        for kind in ("images", "targets"):
+            (tmp_path / split / kind).mkdir(parents=True)
+        for i, size in enumerate(((20, 24), (26, 18))):
+            np.save(tmp_path / split / f"images/{i}.npy", rng.normal(size=(*size, 2)).astype("f4"))
+            target = rng.normal(size=size).astype("f4")
+            target[3:5], target[7] = np.nan, -9999
+            np.save(tmp_path / split / f"targets/{i}.npy", target)
+    config = base("unet", channels=2, depth=1, padding="SAME", dropout=0.0)
+    config.task, config.data.kind, config.data.path = "regression", "folder", str(tmp_path)
+    config.data.labels, config.data.ignored, config.data.dtype = "targets", (-9999,), "float32"
+    config.data.channels, config.data.classes, config.data.size = 2, 1, 12
+    config.data.mean, config.data.std, config.eval.tile = (0.0,), (1.0,), 8
+    found, learner, eval_set = evaluated(config, tmp_path / "run")
+    errors = []
+    for item in eval_set.items:
+        scores = learner.scores(learner.weights(), np.load(item.image)[None])[0, ..., 0]
+        target = np.load(item.label)
+        errors.append((scores - target)[np.isfinite(target) & (target != -9999)])
+    errors = np.concatenate(errors)
+    assert found["counted"] == errors.size
+    assert found["loss"] == pytest.approx(np.mean(errors**2), rel=1e-5)
+
+
+def test_files_with_several_labels_each(tmp_path):
+    rng = np.random.default_rng(0)
+    tags = ["crack", "crack;rust", "", "rust; moss"]
+    for i in range(4):
+        np.save(tmp_path / f"{i}.npy", rng.integers(0, 256, (40, 40, 3), np.uint8))
+    rows = "".join(f"{i}.npy,{tag}\n" for i, tag in enumerate(tags))
+    (tmp_path / "labels.csv").write_text(f"file,label\n{rows}")
+    config = base("resnet50", blocks=(1,), width=2)
+    config.task, config.data.kind, config.data.path = "multi_label", "folder", str(tmp_path)
+    config.data.labels, config.data.channels, config.data.classes = "tags", 3, 3
+    config.data.size, config.data.eval_fraction = 32, 0.5
+    found, learner, eval_set = evaluated(config, tmp_path / "run")
+    assert eval_set.class_names == ["crack", "moss", "rust"]
+    wanted, losses = [], []
+    for item in eval_set.items:
+        wanted.append([name in tags[int(item.image.stem)] for name in eval_set.class_names])
+        scores = np.asarray(learner.scores(learner.weights(), np.load(item.image)[None])[0])
+        losses.append(np.log1p(np.exp(scores)) - scores * wanted[-1])
+    assert found["there"] == np.sum(wanted, 0).tolist()
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    config.task = "classification"
+    with pytest.raises(ConfigError, match="do not go together: regression takes targets"):
+        load_data(Learner(config))

@@ -60,6 +60,7 @@ class Dataset:
       classes: how many there are; their names are in `class_names`.
       shape: (H, W, C) of an example's image, of type `dtype`; a volume's is (D, H, W, C).
       label_shape: () if the label is a class, (h, w) if it is a mask.
+      dense: whether there is a label for each position.
       label_dtype, unlabelled: of labels, and the value of one that does not count.
       border: along each axis, how far the label's window lies inside the image's.
       skipped: the bad files met so far, each with its error.
@@ -81,6 +82,7 @@ class Dataset:
         self.shape, self.label_shape, self.classes = shape, label_shape, classes
         self.class_names = [str(c) for c in range(classes)]
         self.augment, self.on_bad_file = augment, on_bad_file
+        self.dense = bool(label_shape)
         self.dtype = np.dtype(np.uint8)
         self.label_dtype = np.dtype(np.uint8 if label_shape else np.int32)
         self.unlabelled: float = IGNORED if label_shape else -1

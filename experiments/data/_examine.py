@@ -61,7 +61,7 @@ def examine(
         (train, evaluation), ("training", "held-out"), found["counts"], strict=True
     ):
         dataset.drop(found["bad"])
-        lines += _of_classes(dataset, which, counts)
+        lines += _of_classes(dataset, which, counts) if counts else []
     return lines
 
 
@@ -91,7 +91,7 @@ def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[floa
             Job(item.label, "mask", header.pixels, len(header.size))
             for dataset in (train, evaluation)
             for item, header in zip(dataset.items, dataset.headers, strict=True)
-            if dataset.masks
+            if dataset.masks and not dataset.targets
         ]
         jobs += [] if given else _to_scale(train, evaluation)
         found = scan(jobs, folder / "scanned.jsonl", min(_MOST_THREADS, os.cpu_count() or 1))
@@ -99,7 +99,7 @@ def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[floa
         for error in bad.values():
             if train.on_bad_file == "error" or isinstance(error, DataError):
                 raise error
-        counts = [dataset.count_classes(found) for dataset in (train, evaluation)]
+        counts = [None if d.targets else d.count_classes(found) for d in (train, evaluation)]
         limits, origin = (
             (given, "as when this run began" if began_with else "as `data.range` says")
             if given

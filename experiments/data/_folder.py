@@ -57,7 +57,8 @@ class Folder(Dataset):
         ignored_values: Sequence[int] = (),
         on_bad_file: str = "error",
     ):
-        self.path, self.geometry, self.masks = found.path, geometry, found.masks
+        self.path, self.geometry = found.path, geometry
+        self.masks, self.targets = found.labels in ("masks", "targets"), found.labels == "targets"
         self.mask_values = tuple(mask_values or range(classes))
         self.ignored_values = tuple(ignored_values)
         if len(self.mask_values) != classes or len(set(self.mask_values)) != classes:
@@ -72,7 +73,7 @@ class Folder(Dataset):
             )
         self._of_thread = threading.local()  # an open file has a position: one reader each
         size = geometry.size or (1,) * geometry.dimensions  # until the images have been looked at
-        label_shape = size if found.masks else ()
+        label_shape = size if self.masks else ()
         super().__init__(
             (*size, geometry.channels),
             label_shape,
@@ -86,7 +87,16 @@ class Folder(Dataset):
         if geometry.size is None:
             size = self._common_size()
             self.shape = (*size, geometry.channels)
-            self.label_shape = size if found.masks else ()
+            self.label_shape = size if self.masks else ()
+        if self.targets:
+            self.label_shape += (classes,)
+            self.label_dtype, self.unlabelled = np.dtype(np.float32), np.nan
+        if found.labels == "tags":
+            self.label_shape, self.label_dtype, self.unlabelled = (
+                (classes,),
+                np.dtype("u1"),
+                IGNORED,
+            )
         self.class_names = list(found.class_names) or self.class_names
 
     def __len__(self) -> int:
@@ -112,11 +122,23 @@ class Folder(Dataset):
         place = tuple(slice(a, a + n) for a, n in zip(starts, self.shape[:-1], strict=True))
         values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype)
         if not self.masks:
-            return values, np.int32(item.label)
+            return values, self._of_image(item)
         mask = self._image(item.label)
-        parts = zip(starts, self.border, self.label_shape, strict=True)
+        parts = zip(starts, self.border, self.label_shape, strict=False)
         place = tuple(slice(a + b, a + b + n) for a, b, n in parts)
-        return values, self._classes(item.label, mask[place][..., 0])
+        return values, self.labels(item.label, mask[place])
+
+    def _of_image(self, item: Item) -> Any:
+        """The label of a whole image: its class, or 0 and 1 for each class."""
+        if isinstance(item.label, tuple):
+            return np.isin(np.arange(self.classes), item.label).astype(np.uint8)
+        return np.int32(item.label)
+
+    def labels(self, path: Path, values: np.ndarray) -> np.ndarray:
+        """What a window of a mask, or of targets, means."""
+        if not self.targets:
+            return self._classes(path, values[..., 0])
+        return np.where(np.isin(values, self.ignored_values), np.nan, values).astype(np.float32)
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[tuple[Image, Any]]:
@@ -125,7 +147,7 @@ class Folder(Dataset):
         with contextlib.ExitStack() as stack:
             image = stack.enter_context(open_image(item.image, self.geometry.dimensions))
             if not self.masks:
-                yield image, int(item.label)
+                yield image, self._of_image(item)
                 return
             mask = stack.enter_context(open_image(item.label, self.geometry.dimensions))
             if mask.shape[:-1] != image.shape[:-1]:
@@ -161,7 +183,8 @@ class Folder(Dataset):
         counts, ignored = [0] * self.classes, 0
         for item in self.items:
             if not self.masks:
-                counts[item.label] += 1
+                for label in item.label if isinstance(item.label, tuple) else (item.label,):
+                    counts[label] += 1
                 continue
             values = masks[item.label]
             if not isinstance(values, dict):  # it is bad
@@ -230,13 +253,18 @@ class Folder(Dataset):
 
     def _check_mask(self, image: Path, shape: tuple[int, ...], path: Path) -> None:
         with open_image(path, self.geometry.dimensions) as mask:
-            if mask.shape[-1] != 1:
+            channels = self.classes if self.targets else 1
+            if self.targets and mask.shape[-1] != channels:
+                raise DataError(
+                    path, f"has {mask.shape[-1]} channels, where `data.classes` wants {channels}"
+                )
+            if mask.shape[-1] != channels:
                 raise DataError(
                     path,
                     "a mask has one channel, a class for each pixel, but this has "
                     f"{mask.shape[-1]}",
                 )
-            if mask.dtype.kind not in "ui":
+            if mask.dtype.kind not in "ui" and not self.targets:
                 raise DataError(path, f"a mask has integers, but this has {mask.dtype}")
             if mask.shape[:-1] != shape[:-1]:
                 raise DataError(
@@ -262,4 +290,4 @@ class _Mask:
         self.folder, self.image = folder, image
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
-        return self.folder._classes(self.image.path, self.image[place][..., 0])
+        return self.folder.labels(self.image.path, self.image[place])

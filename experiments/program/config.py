@@ -36,7 +36,7 @@ _DATA = {
     "kind": "cells",  # cells, textures, folder, or your own: package.module:Name
     "options": {},  # more arguments of your own
     "path": "",
-    "labels": "masks",  # masks, folders or csv
+    "labels": "masks",  # masks, targets, folders, csv or tags
     "dimensions": 2,  # of images; 3: volumes
     "size": 256,  # of the window that is read; 0: whole images
     "channels": 1,
@@ -137,7 +137,7 @@ def check(config: ConfigDict) -> None:
         except ValueError as error:
             raise ConfigError(f"`{name}`: {error}") from error
     _one_of(config, "dtype", ("float32", "bfloat16"))  # float16 would need its loss scaled
-    _one_of(config, "data.labels", ("masks", "folders", "csv"))
+    _one_of(config, "data.labels", ("masks", "targets", "folders", "csv", "tags"))
     _one_of(config, "data.on_bad_file", ("error", "skip"))
     _one_of(config, "data.dimensions", (1, 2, 3))
     _one_of(config, "data.dtype", PIXELS)

@@ -119,7 +119,7 @@ class Learner:
 
     def output_size(self, n: int) -> int:
         """Positions that have scores, along an axis of `n` pixels."""
-        return n - self.lost
+        return n - self.lost if self.task.dense else 0
 
     def weights(self) -> Weights:
         """New weights, a function of the seed."""

@@ -91,20 +91,22 @@ def load_data(learner: Learner) -> tuple[data.Dataset, data.Dataset]:
 
 
 def _check_labels(learner: Learner, dataset: data.Dataset) -> None:
-    """What is built in has classes; what anybody's own has is seen when it is read."""
-    task, masks = learner.task, bool(dataset.label_shape)
+    """What anybody's own data have is seen when they are read."""
+    task = learner.task
     if isinstance(dataset, data.Own):
         return
-    if task.dense != masks:
+    if task.dense != dataset.dense:
         raise ConfigError(
             f"the model {learner.config.model.name!r} "
             f"{'segments' if task.dense else 'classifies'}, but the data (kind "
-            f"{learner.config.data.kind!r}) {'are masks' if masks else 'are classes'}"
+            f"{learner.config.data.kind!r}) {'are masks' if dataset.dense else 'are classes'}"
         )
-    if task.label_channels is not None or np.dtype(task.label_dtype) != dataset.label_dtype:
+    channels = len(dataset.label_shape) > (learner.spatial if dataset.dense else 0)
+    if (task.label_dtype, task.label_channels is not None) != (dataset.label_dtype, channels):
         raise ConfigError(
-            f"the task {learner.config.task!r} has no classes for labels, but data of kind "
-            f"{learner.config.data.kind!r} do: name your own data, as 'package.module:Name'"
+            f"`task` (={learner.config.task!r}) and `data.labels` "
+            f"(={learner.config.data.labels!r}) do not go together: regression takes targets, "
+            "multi_label tags, segmentation masks, classification folders or csv"
         )
 
 

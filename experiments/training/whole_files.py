@@ -15,11 +15,9 @@ import functools
 import json
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jaxtile
@@ -75,12 +73,13 @@ class WholeFiles:
         size = [min(max(n), 2 * tile) for n in zip(*self.sizes, strict=True)]
         if self.learner.task.dense:
             size = [self.network.fitting(n) for n in size]
-            label_size = map(self.learner.output_size, size)
-            labels = jax.ShapeDtypeStruct((1, *label_size), jnp.uint8)
-        else:
-            size = self.sizes[-1] if self.network.size_error(*size) else size
-            labels = jax.ShapeDtypeStruct((1,), jnp.int32)
-        return jax.ShapeDtypeStruct((1, *size, self.channels), self.folder.dtype), labels
+        elif self.network.size_error(*size):
+            size = self.sizes[-1]
+        label = self.learner.label([self.learner.output_size(n) for n in size])
+        return (
+            jax.ShapeDtypeStruct((1, *size, self.channels), self.folder.dtype),
+            jax.ShapeDtypeStruct((1, *label), self.folder.label_dtype),
+        )
 
     def __call__(self, weights: Weights, tile: int) -> list[Sums]:
         """Of each file, in order; all processes get all of them."""
@@ -133,12 +132,13 @@ class WholeFiles:
     ) -> Sums:
         size = image.shape[:-1]
         area = Map.of(self.network, image.shape) if self.learner.task.dense else Map(size, size)
-        labels = _Labels(label, area) if self.learner.task.dense else np.array([label], np.int32)
+        labels = label[None] if not self.learner.task.dense else _Labels(label, area, self.folder)
         run = self._program(area, tile)
         dtype = self.folder.dtype
         pixels = Pixels(image, area.padded, self.channels, self.folder.scale, dtype)
         found = run(weights, pixels, labels, progress=progress)
-        return {name: _total(np.asarray(values), labels.shape) for name, values in found.items()}
+        axes = (0, 1) if self.learner.task.dense else (0,)
+        return {name: _total(np.asarray(values), axes) for name, values in found.items()}
 
     def _program(self, area: Map, tile: int) -> Any:
         """Kept, so that the next evaluation compiles nothing."""
@@ -152,22 +152,20 @@ class WholeFiles:
         return self._programs[key]
 
 
-def _total(rows: np.ndarray, label_shape: Sequence[int]) -> np.ndarray:
+def _total(rows: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """The sum over images and rows, with 64 bits."""
-    axes = tuple(range(min(2, len(label_shape))))
     return rows.sum(axes, dtype=np.float64 if rows.dtype.kind == "f" else np.int64)
 
 
 class _Labels:
     """The part of a mask that a network's result has, as a batch of one."""
 
-    dtype = np.dtype(np.uint8)
-
-    def __init__(self, mask: Any, area: Map):
-        self.mask, self.offset, self.shape = mask, area.offset, (1, *area.size)
+    def __init__(self, mask: Any, area: Map, folder: data.Folder):
+        self.mask, self.offset, self.dtype = mask, area.offset, folder.label_dtype
+        self.shape = (1, *area.size, *folder.label_shape[len(area.size) :])
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
         window = tuple(
-            slice(p.start + n, p.stop + n) for p, n in zip(place[1:], self.offset, strict=True)
+            slice(p.start + n, p.stop + n) for p, n in zip(place[1:], self.offset, strict=False)
         )
         return self.mask[window][None]
