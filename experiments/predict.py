@@ -44,7 +44,7 @@ import jaxtile
 
 from . import data
 from .data import Scale, range_of
-from .images import Image, ImageError, open_image
+from .images import Image, ImageError, open_image, resized
 from .predicting.network import Map, Network, PredictionError, times
 from .predicting.pixels import writing
 from .predicting.whole_image import classify, segment
@@ -87,6 +87,7 @@ def load_network(workdir: str | os.PathLike) -> Network:
         *(learner.scores, trained.weights, options.channels, learner, names),
         Scale(*limits) if limits else None,
         options.mask_values if learner.config.task in ("auto", "segmentation") else (),
+        options.resize,
     )
 
 
@@ -128,7 +129,10 @@ def _run(options: Any) -> None:
         raise ConfigError(f"--out={out} is the image itself")
     with contextlib.ExitStack() as stack:
         network = load_network(options.workdir)
-        image = stack.enter_context(open_image(options.image, network.learned.spatial))
+        image = open_image(options.image, network.learned.spatial)
+        image = stack.enter_context(resized(image, network.resize) if network.resize else image)
+        if options.probabilities and not network.learned.task.has_probabilities:
+            raise ConfigError("--probabilities: this network's task has none")
         network = with_scale(network, image, options.range)
         progress = stack.enter_context(_Tiles())
         began = time.perf_counter()
@@ -177,11 +181,21 @@ def _check_json(out: pathlib.Path) -> None:
 
 
 def _write_classes(out: pathlib.Path, image: str, network: Network, found: np.ndarray) -> None:
+    task = network.learned.task
+    if not task.has_probabilities:
+        print(*found.tolist())
+        with writing(out):
+            record = {"image": str(image), "values": found.tolist()}
+            write_atomically(out, json.dumps(record, indent=2) + "\n")
+        return
     probabilities = {name: float(p) for name, p in zip(network.classes, found, strict=True)}
     ranked = sorted(probabilities, key=probabilities.__getitem__, reverse=True)
     for name in ranked[:10]:
         print(f"{name:>12} {probabilities[name]:.6f}")
-    record = {"image": str(image), "class": ranked[0], "probabilities": probabilities}
+    chosen = {"class": ranked[0]}
+    if task.label_channels is not None:
+        chosen = {"classes": [name for name in ranked if probabilities[name] > 0.5]}
+    record = {"image": str(image), **chosen, "probabilities": probabilities}
     with writing(out):
         write_atomically(out, json.dumps(record, indent=2) + "\n")
 

@@ -31,6 +31,7 @@ def load(split="train", label_size=None, seed=0, **changed):
         "dimensions": 2,
         "options": {},
         "size": 16,
+        "resize": 0,
         "channels": 1,
         "classes": 3,
         "dtype": "uint8",

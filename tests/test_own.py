@@ -6,15 +6,18 @@ import pathlib
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image as pillow
 
 import jaxtile
 import models
-from experiments import data, tasks
+from experiments import data, predict, tasks
+from experiments import train as train_program
 from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError, base, check
 from experiments.training.checkpoints import Checkpoints
@@ -478,3 +481,36 @@ def test_files_with_several_labels_each(tmp_path):
     config.task = "classification"
     with pytest.raises(ConfigError, match="do not go together: regression takes targets"):
         load_data(Learner(config))
+
+
+@pytest.mark.usefixtures("settings_restored")
+def test_images_of_classes_in_all_sizes(tmp_path, capsys):
+    """Resized in training, evaluation and prediction, which names the class."""
+    rng = np.random.default_rng(0)
+    for kind in ("larch", "spruce"):
+        (tmp_path / "files" / kind).mkdir(parents=True)
+        for i, size in enumerate(((20, 90), (41, 33), (70, 64))):
+            image = rng.integers(0, 256, (*size, 3), np.uint8)
+            pillow.fromarray(image).save(tmp_path / "files" / kind / f"{i}.png")
+    config = base("resnet50", blocks=(1,), width=2)
+    config.data.kind, config.data.path = "folder", str(tmp_path / "files")
+    config.data.labels, config.data.channels, config.data.size = "folders", 3, 40
+    config.data.resize, config.data.eval_fraction = 40, 0.5
+    config.train.steps = 1
+    check(config)
+    assert train_program.train(config, str(tmp_path / "run")) == 0
+    assert "3 held-out images, whole" in capsys.readouterr().out
+    options = {"tile": 64, "range": None, "probabilities": False, "dtype": "float32"}
+    file, out = tmp_path / "files" / "larch" / "0.png", tmp_path / "class.json"
+    predict.run(
+        types.SimpleNamespace(workdir=tmp_path / "run", image=str(file), out=str(out), **options)
+    )
+    found, trained = json.loads(out.read_text()), load_trained(tmp_path / "run")
+    image = np.asarray(pillow.open(file).resize((40, 40), pillow.BILINEAR))
+    scores = trained.learner.scores(trained.weights, image[None])[0]
+    want = dict(zip(("larch", "spruce"), jax.nn.softmax(scores).tolist(), strict=True))
+    assert found["probabilities"] == pytest.approx(want, rel=1e-3)
+    assert found["class"] == max(want, key=want.get)
+    config.data.size = 64
+    with pytest.raises(ConfigError, match=r"`data.resize` \(=40\) .* at least `data.size` \(=64\)"):
+        check(config)

@@ -64,6 +64,7 @@ def load(
         path, labels: of a folder, and how it says its labels, see `listing`.
         size: of the window of an image that is an example, random in training and in the centre in
           evaluation: an integer, (H, W), or 0 for whole images.
+        resize: pixels along a side that whole images get before windows are taken; 0: none.
         channels: of images; grey and colours become each other, of others there must be as many.
         classes: how many there are.
         mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
@@ -82,7 +83,7 @@ def load(
     window = options.size if size is None else size
     dimensions = options.dimensions
     geometry = Geometry(
-        sizes(window, dimensions), options.channels, options.augment, dimensions=dimensions
+        sizes(window, dimensions), options.channels, options.augment, dimensions, options.resize
     )
     return maker(options.kind)(options, split, geometry, seed)
 

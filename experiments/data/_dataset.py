@@ -47,6 +47,8 @@ class Geometry:
     channels: int
     augment: bool = False
     dimensions: int = 2
+    resize: int = 0
+    """Pixels along a side that whole images get first; 0: as they are."""
 
     def __post_init__(self) -> None:
         if self.channels < 1:

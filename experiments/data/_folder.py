@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..images import Image, ImageError, open_image
+from ..images import Image, ImageError, open_image, resized
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
 from ._scale import check_channels, read_pixels
@@ -97,7 +97,7 @@ class Folder(Dataset):
                 np.dtype("u1"),
                 IGNORED,
             )
-        self.class_names = list(found.class_names) or self.class_names
+        self.class_names[: len(found.class_names)] = found.class_names
 
     def __len__(self) -> int:
         return len(self.items)
@@ -145,11 +145,11 @@ class Folder(Dataset):
         """A whole image, to be read by windows; and its class, or `mask[y0:y1, x0:x1]`."""
         item = self.items[index]
         with contextlib.ExitStack() as stack:
-            image = stack.enter_context(open_image(item.image, self.geometry.dimensions))
+            image = stack.enter_context(self._open(item.image))
             if not self.masks:
                 yield image, self._of_image(item)
                 return
-            mask = stack.enter_context(open_image(item.label, self.geometry.dimensions))
+            mask = stack.enter_context(self._open(item.label))
             if mask.shape[:-1] != image.shape[:-1]:
                 raise DataError(item.label, f"was changed, and is no longer of {item.image}'s size")
             yield image, _Mask(self, mask)
@@ -209,12 +209,16 @@ class Folder(Dataset):
         self._check_some(kept)
         self.items, self.headers = map(list, zip(*kept, strict=True))
 
+    def _open(self, path: Path) -> Image:
+        image = open_image(path, self.geometry.dimensions)
+        return resized(image, self.geometry.resize) if self.geometry.resize else image
+
     def _image(self, path: Path) -> Image:
         """Opened, or still open. Formats without windows are not kept: they hold all pixels."""
         if not hasattr(self._of_thread, "images"):
             self._of_thread.images = collections.OrderedDict()
         images: collections.OrderedDict[Path, Image] = self._of_thread.images
-        image = images.pop(path, None) or open_image(path, self.geometry.dimensions)
+        image = images.pop(path, None) or self._open(path)
         if not image.whole:
             images[path] = image
             while len(images) > _OPEN_IMAGES:
@@ -241,7 +245,7 @@ class Folder(Dataset):
 
     def _check(self, item: Item) -> Header:
         """What the headers say, of one image and its mask."""
-        with open_image(item.image, self.geometry.dimensions) as image:
+        with self._open(item.image) as image:
             shape, dtype = image.shape, image.dtype
         check_channels(item.image, shape[-1], self.geometry.channels)
         size = self.geometry.size
@@ -252,7 +256,7 @@ class Folder(Dataset):
         return Header(shape[:-1], dtype)
 
     def _check_mask(self, image: Path, shape: tuple[int, ...], path: Path) -> None:
-        with open_image(path, self.geometry.dimensions) as mask:
+        with self._open(path) as mask:
             channels = self.classes if self.targets else 1
             if self.targets and mask.shape[-1] != channels:
                 raise DataError(

@@ -39,6 +39,7 @@ _DATA = {
     "labels": "masks",  # masks, targets, folders, csv or tags
     "dimensions": 2,  # of images; 3: volumes
     "size": 256,  # of the window that is read; 0: whole images
+    "resize": 0,  # whole images to so many pixels a side first, to classify them; 0: as they are
     "channels": 1,
     "dtype": "uint8",  # of pixels; what files hold becomes 8 bits
     "classes": 2,  # or numbers that the model gives
@@ -173,6 +174,17 @@ def check(config: ConfigDict) -> None:
         raise ConfigError(
             f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
             "`data.size` pixels, and are evaluated whole"
+        )
+    if config.data.resize and (
+        config.data.kind != "folder"
+        or config.data.labels in ("masks", "targets")
+        or config.data.dimensions != 2
+        or not 0 < config.data.size <= config.data.resize
+    ):
+        raise ConfigError(
+            f"`data.resize` (={config.data.resize}) is for files of classes (`data.labels` "
+            "folders, csv or tags), and must be at least `data.size` "
+            f"(={config.data.size}), which must not be 0"
         )
     if config.data.kind == "folder" and not config.data.path:
         raise ConfigError("`data.kind` is 'folder', so `data.path` must name one")
