@@ -87,6 +87,7 @@ def load_network(workdir: str | os.PathLike) -> Network:
         *(learner.scores, trained.weights, options.channels, learner, names),
         Scale(*limits) if limits else None,
         options.mask_values if learner.config.task in ("auto", "segmentation") else (),
+        options.nodata,
         options.resize,
     )
 

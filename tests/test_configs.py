@@ -98,6 +98,7 @@ def test_what_may_change_when_a_run_goes_on():
     old = dict(fields(base("unet")))
     assert not differences(old, {**old, "policy": "sqrt", "log.every": 3})
     assert differences(old, {**old, "train.steps": 7})  # the rate falls until the last step
+    assert not differences({"data.nodata": (float("nan"),)}, {"data.nodata": (float("nan"),)})
     constant = {**old, "train.schedule": "constant"}
     assert not differences(constant, {**constant, "train.steps": 7})
     changed = differences(old, {**old, "seed": 3, "data.size": 64})

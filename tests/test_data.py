@@ -37,6 +37,7 @@ def load(split="train", label_size=None, seed=0, **changed):
         "dtype": "uint8",
         "mask_values": (),
         "ignored": (),
+        "nodata": (),
         "files_outside": False,
         "train_images": 6,
         "eval_images": 4,

@@ -17,7 +17,6 @@ from PIL import Image as pillow
 import jaxtile
 import models
 from experiments import data, predict, tasks
-from experiments import train as train_program
 from experiments.devices.hosts import Devices
 from experiments.program.config import ConfigError, base, check
 from experiments.training.checkpoints import Checkpoints
@@ -432,27 +431,32 @@ def evaluated(config, workdir):
 
 
 def test_files_of_numbers(tmp_path):
-    """Images of float32 that keep their values, targets with holes, files of two sizes."""
+    """Images of float32 that keep their values, holes in images and targets, files of two sizes."""
     rng = np.random.default_rng(0)
     for split in ("train", "eval"):
         for kind in ("images", "targets"):
             (tmp_path / split / kind).mkdir(parents=True)
         for i, size in enumerate(((20, 24), (26, 18))):
-            np.save(tmp_path / split / f"images/{i}.npy", rng.normal(size=(*size, 2)).astype("f4"))
+            image = rng.normal(size=(*size, 2)).astype("f4")
+            image[9, 2:6], image[10, 3] = np.nan, 77
+            np.save(tmp_path / split / f"images/{i}.npy", image)
             target = rng.normal(size=size).astype("f4")
             target[3:5], target[7] = np.nan, -9999
             np.save(tmp_path / split / f"targets/{i}.npy", target)
     config = base("unet", channels=2, depth=1, padding="SAME", dropout=0.0)
     config.task, config.data.kind, config.data.path = "regression", "folder", str(tmp_path)
     config.data.labels, config.data.ignored, config.data.dtype = "targets", (-9999,), "float32"
+    config.data.nodata = (float("nan"), 77.0)
     config.data.channels, config.data.classes, config.data.size = 2, 1, 12
     config.data.mean, config.data.std, config.eval.tile = (0.0,), (1.0,), 8
     found, learner, eval_set = evaluated(config, tmp_path / "run")
     errors = []
     for item in eval_set.items:
-        scores = learner.scores(learner.weights(), np.load(item.image)[None])[0, ..., 0]
-        target = np.load(item.label)
-        errors.append((scores - target)[np.isfinite(target) & (target != -9999)])
+        image, target = np.load(item.image), np.load(item.label)
+        lacking = np.isnan(image[..., 0]) | (image[..., 0] == 77)
+        image[lacking] = 0
+        scores = learner.scores(learner.weights(), image[None])[0, ..., 0]
+        errors.append((scores - target)[np.isfinite(target) & (target != -9999) & ~lacking])
     errors = np.concatenate(errors)
     assert found["counted"] == errors.size
     assert found["loss"] == pytest.approx(np.mean(errors**2), rel=1e-5)
@@ -483,8 +487,7 @@ def test_files_with_several_labels_each(tmp_path):
         load_data(Learner(config))
 
 
-@pytest.mark.usefixtures("settings_restored")
-def test_images_of_classes_in_all_sizes(tmp_path, capsys):
+def test_images_of_classes_in_all_sizes(tmp_path):
     """Resized in training, evaluation and prediction, which names the class."""
     rng = np.random.default_rng(0)
     for kind in ("larch", "spruce"):
@@ -496,10 +499,16 @@ def test_images_of_classes_in_all_sizes(tmp_path, capsys):
     config.data.kind, config.data.path = "folder", str(tmp_path / "files")
     config.data.labels, config.data.channels, config.data.size = "folders", 3, 40
     config.data.resize, config.data.eval_fraction = 40, 0.5
-    config.train.steps = 1
     check(config)
-    assert train_program.train(config, str(tmp_path / "run")) == 0
-    assert "3 held-out images, whole" in capsys.readouterr().out
+    learner, workdir = Learner(config), tmp_path / "run"
+    workdir.mkdir()
+    _, eval_set = examined_data(learner, workdir, Devices())
+    assert eval_set.is_whole
+    assert len(eval_set) == 3
+    (workdir / "config.json").write_text(config.to_json())
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
+    checkpoints.save(0, learner.weights()._asdict(), {})
+    checkpoints.close()
     options = {"tile": 64, "range": None, "probabilities": False, "dtype": "float32"}
     file, out = tmp_path / "files" / "larch" / "0.png", tmp_path / "class.json"
     predict.run(

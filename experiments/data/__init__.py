@@ -69,6 +69,7 @@ def load(
         classes: how many there are.
         mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
         ignored: in masks, the values of what does not count.
+        nodata: values of pixels that hold no data: there labels do not count.
         files_outside: whether a table of labels may name files outside its folder.
         train_images, eval_images: how many synthetic images.
         eval_fraction: of a folder without `train` and `eval` in it.
@@ -115,6 +116,7 @@ def _of_files(options: Any, split: str, geometry: Geometry, seed: int) -> Datase
         dtype=options.dtype,
         mask_values=options.mask_values,
         ignored_values=options.ignored,
+        nodata=options.nodata,
         on_bad_file=options.on_bad_file,
     )
 

@@ -20,7 +20,7 @@ import numpy as np
 from ..images import Image, ImageError, open_image, resized
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
-from ._scale import check_channels, read_pixels
+from ._scale import check_channels, is_nodata, read_pixels
 
 _OPEN_IMAGES = 8
 """Kept open by each thread, with the parts of them that were decoded last."""
@@ -55,12 +55,13 @@ class Folder(Dataset):
         dtype: Any = np.uint8,
         mask_values: Sequence[int] = (),
         ignored_values: Sequence[int] = (),
+        nodata: Sequence[float] = (),
         on_bad_file: str = "error",
     ):
         self.path, self.geometry = found.path, geometry
         self.masks, self.targets = found.labels in ("masks", "targets"), found.labels == "targets"
         self.mask_values = tuple(mask_values or range(classes))
-        self.ignored_values = tuple(ignored_values)
+        self.ignored_values, self.nodata = tuple(ignored_values), tuple(nodata)
         if len(self.mask_values) != classes or len(set(self.mask_values)) != classes:
             raise ValueError(
                 f"`mask_values` (={tuple(mask_values)}) must have {classes} values, one for each "
@@ -120,13 +121,13 @@ class Folder(Dataset):
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
         starts = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
         place = tuple(slice(a, a + n) for a, n in zip(starts, self.shape[:-1], strict=True))
-        values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype)
+        values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype, self.nodata)
         if not self.masks:
             return values, self._of_image(item)
         mask = self._image(item.label)
         parts = zip(starts, self.border, self.label_shape, strict=False)
         place = tuple(slice(a + b, a + b + n) for a, b, n in parts)
-        return values, self.labels(item.label, mask[place])
+        return values, self.labels(image, mask, place)
 
     def _of_image(self, item: Item) -> Any:
         """The label of a whole image: its class, or 0 and 1 for each class."""
@@ -134,11 +135,17 @@ class Folder(Dataset):
             return np.isin(np.arange(self.classes), item.label).astype(np.uint8)
         return np.int32(item.label)
 
-    def labels(self, path: Path, values: np.ndarray) -> np.ndarray:
-        """What a window of a mask, or of targets, means."""
-        if not self.targets:
-            return self._classes(path, values[..., 0])
-        return np.where(np.isin(values, self.ignored_values), np.nan, values).astype(np.float32)
+    def labels(self, image: Image, mask: Image, place: tuple[slice, ...]) -> np.ndarray:
+        """What a window of a mask, or of targets, means; where the image has no data, nothing."""
+        values = mask[place]
+        if self.targets:
+            ignored = np.isin(values, self.ignored_values)
+            found = np.where(ignored, np.nan, values).astype(np.float32)
+        else:
+            found = self._classes(mask.path, values[..., 0])
+        if self.nodata:
+            found[is_nodata(image[place], self.nodata)] = self.unlabelled
+        return found
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[tuple[Image, Any]]:
@@ -152,7 +159,7 @@ class Folder(Dataset):
             mask = stack.enter_context(self._open(item.label))
             if mask.shape[:-1] != image.shape[:-1]:
                 raise DataError(item.label, f"was changed, and is no longer of {item.image}'s size")
-            yield image, _Mask(self, mask)
+            yield image, _Mask(self, image, mask)
 
     def _classes(self, path: Path, mask: np.ndarray) -> np.ndarray:
         classes = np.full(mask.shape, IGNORED, np.uint8)
@@ -290,8 +297,8 @@ class Folder(Dataset):
 class _Mask:
     """A whole mask as classes, `mask[y0:y1, x0:x1]`."""
 
-    def __init__(self, folder: Folder, image: Image):
-        self.folder, self.image = folder, image
+    def __init__(self, folder: Folder, image: Image, mask: Image):
+        self.folder, self.image, self.mask = folder, image, mask
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
-        return self.folder.labels(self.image.path, self.image[place])
+        return self.folder.labels(self.image, self.mask, place)

@@ -105,11 +105,30 @@ def as_they_are(values: np.ndarray, channels: int, dtype: np.dtype) -> np.ndarra
     return values.astype(dtype)
 
 
+def is_nodata(values: np.ndarray, nodata: Sequence[float]) -> np.ndarray:
+    """Where all channels of a pixel have one of these values; `float("nan")` may be one.
+
+    >>> is_nodata(np.array([[[0, 0], [0, 7]]]), (0,))
+    array([[ True, False]])
+    """
+    lacking = np.isin(values, nodata)
+    if values.dtype.kind == "f" and np.isnan(nodata).any():
+        lacking |= np.isnan(values)
+    return lacking.all(-1)
+
+
 def read_pixels(
-    image: Image, place: Sequence[slice], channels: int, scale: Scale | None, dtype: np.dtype
+    image: Image,
+    place: Sequence[slice],
+    channels: int,
+    scale: Scale | None,
+    dtype: np.dtype,
+    nodata: Sequence[float] = (),
 ) -> np.ndarray:
-    """A window of an image, by the rules above."""
+    """A window of an image, by the rules above; pixels without data become 0."""
     values = image[tuple(place)]
+    if nodata:
+        values = np.where(is_nodata(values, nodata)[..., None], values.dtype.type(0), values)
     try:
         if dtype == np.uint8:
             return as_bytes(values, channels, scale)

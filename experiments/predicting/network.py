@@ -45,6 +45,8 @@ class Network:
     """Of pixels that are not of 8 bits."""
     values: Sequence[int] = ()
     """Of each class in masks; (): its number."""
+    nodata: Sequence[float] = ()
+    """Values of pixels without data."""
     resize: int = 0
     """Pixels along a side that it was trained with; 0: images as they are."""
 

@@ -24,10 +24,11 @@ class Pixels:
         channels: int,
         scale: Scale | None = None,
         dtype: Any = np.uint8,
+        nodata: Sequence[float] = (),
     ):
         check_channels(image.path, image.shape[-1], channels)
         self.image, self.shape, self.scale = image, (1, *size, channels), scale
-        self.dtype = np.dtype(dtype)
+        self.dtype, self.nodata = np.dtype(dtype), nodata
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
         # Beyond the image's last row and column there is that row and column again.
@@ -39,7 +40,9 @@ class Pixels:
             (0, (p.stop - p.start) - (q.stop - q.start))
             for p, q in zip(place[1:-1], inside, strict=True)
         ]
-        values = read_pixels(self.image, inside, self.shape[-1], self.scale, self.dtype)
+        values = read_pixels(
+            self.image, inside, self.shape[-1], self.scale, self.dtype, self.nodata
+        )
         return np.pad(values, (*missing, (0, 0)), mode="edge")[None]
 
 

@@ -76,4 +76,5 @@ def classify(
 
 
 def _pixels(network: Network, image: Image, size: tuple[int, ...]) -> Pixels:
-    return Pixels(image, size, network.channels, network.scale, network.learned.pixels)
+    given = network.channels, network.scale, network.learned.pixels, network.nodata
+    return Pixels(image, size, *given)

@@ -45,6 +45,7 @@ _DATA = {
     "classes": 2,  # or numbers that the model gives
     "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
     "ignored": (),  # values of masks that do not count, as (255,)
+    "nodata": (),  # values of pixels without data, whose labels do not count, as (0,)
     "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
     "files_outside": False,  # labels.csv may name files outside its folder
     "train_images": 64,
@@ -224,6 +225,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         f"{name}: {old.get(name)!r} there, {new.get(name)!r} here"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
+        and repr(old.get(name)) != repr(new.get(name))  # not a number is not itself
         and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in free)
     ]
 

@@ -134,8 +134,8 @@ class WholeFiles:
         area = Map.of(self.network, image.shape) if self.learner.task.dense else Map(size, size)
         labels = label[None] if not self.learner.task.dense else _Labels(label, area, self.folder)
         run = self._program(area, tile)
-        dtype = self.folder.dtype
-        pixels = Pixels(image, area.padded, self.channels, self.folder.scale, dtype)
+        given = self.channels, self.folder.scale, self.folder.dtype, self.folder.nodata
+        pixels = Pixels(image, area.padded, *given)
         found = run(weights, pixels, labels, progress=progress)
         axes = (0, 1) if self.learner.task.dense else (0,)
         return {name: _total(np.asarray(values), axes) for name, values in found.items()}
