@@ -4,6 +4,7 @@ Each file in this folder is a program, run as `python -m experiments.NAME`:
 
     train      train a model as a config file says
     predict    apply a trained model to an image of any size
+    compare    two runs or more, side by side
     plan       plan a model for a budget of memory; `--reference` compares policies
     largest    the largest image that trains within a budget, per policy
     sweep      measure models x sizes x policies

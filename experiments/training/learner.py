@@ -58,6 +58,7 @@ class Learner:
         size = config.data.size or _ANY_SIZE
         sizes = (size,) * self.spatial if isinstance(size, int) else tuple(size)
         self.image_shape = tuple(image_shape or (*sizes, config.data.channels))
+        self._shapes: dict[tuple[int, ...], Any] = {}  # of weights, by that of images
         options = config.model.to_dict()
         name, classes = options.pop("name"), config.data.classes
         try:
@@ -191,7 +192,9 @@ class Learner:
 
     def _scores_of(self, shape: Sequence[int]) -> Any:
         images = jax.ShapeDtypeStruct((1, *shape), self.pixels)
-        return jax.eval_shape(self.scores, jax.eval_shape(self.weights), images)
+        if self.image_shape not in self._shapes:
+            self._shapes[self.image_shape] = jax.eval_shape(self.weights)
+        return jax.eval_shape(self.scores, self._shapes[self.image_shape], images)
 
     def label(self, size: Sequence[int]) -> tuple[int, ...]:
         """The shape of a label, where scores have this many positions."""
