@@ -1,11 +1,34 @@
-"""Two runs side by side."""
+"""Pages about runs, and runs side by side."""
 
 import json
+import re
+from xml.etree import ElementTree
 
 import pytest
 
 from experiments import compare
 from experiments.program.config import ConfigError, base
+from experiments.training import page
+
+
+def test_a_page_about_a_run(tmp_path):
+    """Well-formed; what users named is text in it, not part of it."""
+    (tmp_path / "loss.png").write_bytes(b"\x89PNG")
+    quality = {"loss": 0.5, "iou": [0.25, None], "counted": [1200, 0], "other": [1, 2, 3]}
+    rows = [("quality", "IoU <0.3> & more")]
+    path = page.write(tmp_path, rows, quality, ["<b>cell", "rest"], [tmp_path / "loss.png"])
+    text = path.read_text()
+    tree = ElementTree.fromstring(
+        re.sub(r"<!doctype html>|<meta[^>]*>", "", text).replace('==">', '=="/>')
+    )
+    cells = [[cell.text for cell in row] for row in tree.iter("tr")]
+    assert cells == [
+        ["quality", "IoU <0.3> & more"],
+        ["class", "iou", "counted"],
+        ["<b>cell", "0.2500", "1,200"],
+        ["rest", "-", "0"],
+    ]
+    assert next(tree.iter("img")).attrib["src"] == "data:image/png;base64,iVBORw=="
 
 
 def folder(path, policy, iou, done):

@@ -120,6 +120,10 @@ def test_a_run(uninterrupted):
     assert summary["best"]["quality"] == max(e["mean_iou"] for e in evaluations)
     for picture in ("loss.png", "predictions.png"):
         assert (uninterrupted / picture).read_bytes().startswith(b"\x89PNG")
+    report = (uninterrupted / "report.html").read_text()
+    assert report.count("data:image/png;base64,") >= 2
+    assert f"{summary['quality']['mean_iou']:.4f}" in report
+    assert "://" not in report  # it needs no network
     assert len(list((uninterrupted / "checkpoints").glob("[0-9]*"))) == 3
     trained = load_trained(uninterrupted)
     assert trained.step == summary["best"]["step"]

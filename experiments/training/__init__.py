@@ -6,5 +6,5 @@ Read `run.py` first: a run, its parts, and how far it is; `experiments.train` ha
 disk a run is a folder (`workdir.py`) with checkpoints (`checkpoints.py`, and `saved.py`, which
 knows the newest and the best). `trained.py` reads a model back. Beside the run stand its clocks
 (`instruments.py`), advice for when memory does not suffice (`out_of_memory.py`), and at its end
-`summary.py` with `pictures.py`.
+`summary.py` with `pictures.py` and `page.py`.
 """

@@ -14,7 +14,7 @@ from policies import format_bytes
 
 from ..program.files import write_atomically
 from ..program.progress import Now
-from . import pictures
+from . import page, pictures
 from .run import Run
 from .step import Step
 from .workdir import Workdir
@@ -23,14 +23,17 @@ _EXAMPLES = 3  # in the picture of predictions
 
 
 def write(run: Run, now: Now) -> str:
-    """Write `summary.json`, the pictures and `summary.txt`, which it returns."""
+    """Write `summary.json`, the pictures, `report.html` and `summary.txt`, which it returns."""
     folder = run.workdir.path
     now("compiling the plain step, to compare its bytes")
     found = facts(run)
     write_atomically(folder / "summary.json", json.dumps(found, indent=1) + "\n")
     now("drawing pictures")
     drawn = draw(run)
-    text = "\n".join(f"{name:10} {text}" for name, text in rows(run, found, drawn))
+    lines = rows(run, found)
+    report = page.write(folder, lines, found["quality"], run.train_set.class_names, drawn)
+    lines.append(("pictures", ", ".join(map(str, [*drawn, report]))))
+    text = "\n".join(f"{name:10} {text}" for name, text in lines)
     write_atomically(folder / "summary.txt", text + "\n")
     return text
 
@@ -109,7 +112,7 @@ def draw(run: Run) -> list[pathlib.Path]:
 Rows = list[tuple[str, str]]
 
 
-def rows(run: Run, found: dict[str, Any], drawn: list[pathlib.Path]) -> Rows:
+def rows(run: Run, found: dict[str, Any]) -> Rows:
     """The lines of `summary.txt`: what each is about, and its text."""
     task, best = run.learner.task, found["best"]
     counted, *warnings = task.remarks(found["quality"])
@@ -133,7 +136,7 @@ def rows(run: Run, found: dict[str, Any], drawn: list[pathlib.Path]) -> Rows:
         lines.append(("speed", text))
     if found["skipped_files"]:
         lines.append(("skipped", f"{found['skipped_files']} bad files"))
-    return [*lines, ("pictures", ", ".join(map(str, drawn)))]
+    return lines
 
 
 def _of_memory(run: Run, size: dict[str, Any]) -> Rows:
