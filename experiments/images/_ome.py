@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ._base import ImageError
+from ._base import ImageError, describe
 
 _OLDEST = "tczyx"  # the axes where the metadata do not say
 
@@ -30,7 +30,9 @@ def multiscale(path: Path) -> tuple[Path, list[str]] | None:
             axes = [a if isinstance(a, str) else a["name"] for a in first.get("axes", _OLDEST)]
             return path / first["datasets"][0]["path"], axes
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ImageError(path, f"the metadata of its group are damaged ({error!r})") from error
+            raise ImageError(
+                path, f"is not a zarr array, or its metadata are damaged ({describe(error)})"
+            ) from error
     return None
 
 
