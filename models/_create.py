@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._names import call, find
+from ._names import check_options, find
 from .alexnet import AlexNet
 from .local_cnn import LocalCNN
 from .resnet50 import ResNet50
@@ -31,7 +31,7 @@ def maker(name: str) -> Callable[..., Any]:
     return find(name, _MODELS, "model")
 
 
-def create(name: str, **options: Any) -> Any:
+def create(name: str, *args: Any, **options: Any) -> Any:
     """A model by name; the options are those of its class or function.
 
     >>> import models
@@ -39,4 +39,6 @@ def create(name: str, **options: Any) -> Any:
     >>> type(models.create("unet", channels=4, depth=1, rngs=nnx.Rngs(0))).__name__
     'UNet'
     """
-    return call(maker(name), f"the model {name!r}", options, {})
+    make = maker(name)
+    check_options(make, f"the model {name!r}", options)
+    return make(*args, **options)

@@ -48,6 +48,13 @@ def call(
     >>> call(lambda size, classes: (size, classes), "model", {"size": 3}, {"classes": 2, "key": 0})
     (3, 2)
     """
+    check_options(make, what, options)
+    named = parameters(make)[0]
+    return make(**{n: v for n, v in offered.items() if n in named and n not in options}, **options)
+
+
+def check_options(make: Callable[..., Any], what: str, options: Iterable[str]) -> None:
+    """Raise an error that lists the options that there are, if one of these is not."""
     named, takes_any = parameters(make)
     for name in options:
         if name not in named and not takes_any:
@@ -56,7 +63,6 @@ def call(
                 f"{what} has no option {name!r}{nearest(name, mine)} Its options are "
                 f"{', '.join(mine)}"
             )
-    return make(**{n: v for n, v in offered.items() if n in named and n not in options}, **options)
 
 
 def parameters(fun: Callable[..., Any]) -> tuple[list[str], bool]:
