@@ -67,10 +67,9 @@ def network(name: str, options: Mapping[str, Any], *, seed: int, **offered: Any)
         return _of_nnx(made, seed)
     if isinstance(model, flax.linen.Module):
         return _of_linen(model, seed)
-    if _is_a(model, "equinox", "Module") or (
-        isinstance(model, tuple) and len(model) == 2 and _is_a(model[0], "equinox", "Module")
-    ):
-        return _of_equinox(make, made, seed)
+    with_state = isinstance(model, tuple) and len(model) == 2
+    if _is_a(model[0] if with_state else model, "equinox", "Module"):
+        return _of_equinox(made, seed, with_state)
     if _is_a(model, "haiku", "Transformed") or _is_a(model, "haiku", "TransformedWithState"):
         return _of_haiku(model, seed)
     if hasattr(model, "init") and hasattr(model, "apply"):
@@ -207,14 +206,11 @@ def _of_haiku(
     return Network(init, apply, "haiku")
 
 
-def _of_equinox(make: Callable[..., Any], made: Made, seed: int) -> Network:
+def _of_equinox(made: Made, seed: int, with_state: bool) -> Network:
+    """A module, or a module and its state."""
     import equinox as eqx
 
-    def new() -> tuple[Any, Any]:
-        if isinstance(make, type):
-            return eqx.nn.make_with_state(made)()
-        found = made()
-        return found if isinstance(found, tuple) else (found, None)
+    new = made if with_state else eqx.nn.make_with_state(made)
 
     def split(model: Any) -> tuple[Any, Any, Any]:
         params, rest = eqx.partition(model, eqx.is_inexact_array)

@@ -204,6 +204,35 @@ def test_a_step_of_any_model_is_exact_in_tiles(package, net):
     assert (scores.shape, scores.dtype) == ((2, 12, 10, 2), jnp.float32)
 
 
+@pytest.fixture
+def usual_types():
+    """A model may have float64 weights where that is allowed, as it is in other tests."""
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", True)
+
+
+@pytest.mark.usefixtures("usual_types")
+@pytest.mark.parametrize("name", ["Net", "plain", "paired"])
+def test_equinox_models_of_a_class_or_a_function(package, name):
+    """With or without their state beside them."""
+    with open(package / "lab_of_mine" / "equinox.py", "a") as file:
+        file.write(
+            "def plain(in_channels, classes, key):\n"
+            "    return Net(in_channels, classes, key=key)\n"
+            "def paired(in_channels, classes, key):\n"
+            "    return eqx.nn.make_with_state(Net)(in_channels, classes, key=key)\n"
+        )
+    config = base(f"lab_of_mine.equinox:{name}")
+    config.data.size = 12
+    learner = Learner(config)
+    weights = jax.eval_shape(learner.weights)
+    images = jax.ShapeDtypeStruct((2, 12, 12, 1), jnp.uint8)
+    labels = jax.ShapeDtypeStruct((2, 12, 12), jnp.uint8)
+    _, changed = jax.eval_shape(learner.loss, *weights, images, labels)
+    assert jax.tree.structure(changed) == jax.tree.structure(weights.variables)
+
+
 def run(program, *arguments, path):
     environment = {
         **os.environ,
@@ -238,14 +267,6 @@ def train(package, net, workdir, *more):
     code, text = run("train", *given, path=package)
     assert code == 0, text
     return text
-
-
-@pytest.fixture
-def usual_types():
-    """A model may have float64 weights where that is allowed, as it is in other tests."""
-    jax.config.update("jax_enable_x64", False)
-    yield
-    jax.config.update("jax_enable_x64", True)
 
 
 @pytest.mark.usefixtures("usual_types")
