@@ -4,6 +4,7 @@ Each file in this folder is a program, run as `python -m experiments.NAME`:
 
     train      train a model as a config file says
     predict    apply a trained model to an image of any size
+    compare    two runs or more, side by side
     plan       plan a model for a budget of memory; `--reference` compares policies
     largest    the largest image that trains within a budget, per policy
     sweep      measure models x sizes x policies
@@ -16,6 +17,6 @@ Each file in this folder is a program, run as `python -m experiments.NAME`:
     peers      the same step in PyTorch, in a process of its own
 
 The rooms, in an order in which each needs only rooms before it: `program` (config, command line,
-end), `images` (files of any size), `data` (labelled examples), `devices`, `measuring`,
-`predicting`, `training`, `reference`. No room imports a program.
+end), `images` (files of any size), `data` (labelled examples), `tasks` (what scores mean),
+`devices`, `measuring`, `predicting`, `training`, `reference`. No room imports a program.
 """

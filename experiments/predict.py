@@ -5,9 +5,10 @@
 The image is read window by window and the result written tile by tile; neither is ever whole in
 memory, and there are no seams: the result is that of the network on the whole image.
 
-* A network that segments writes the class of each pixel (uint8), or with `--probabilities` those of
-  all classes, (H, W, classes), as .tif, .npy or .zarr. One without padding gives a map smaller than
-  the image; which pixel is its first is printed.
+* A network that segments writes the class of each pixel: its number or, if `data.mask_values` gave
+  it one, its value; or with `--probabilities` those of all classes, (H, W, classes). The file may
+  be .tif (tiled, compressed BigTIFF), .npy or .zarr. A network without padding gives a map smaller
+  than the image; which pixel is its first is printed.
 * A network that classifies prints the probability of each class, and writes JSON.
 
 Some networks do not take every size: a U-Net that halves the image four times takes multiples of
@@ -41,10 +42,11 @@ from absl import flags, logging
 
 import jaxtile
 
-from .data import Scale, range_of, read_range
-from .images import Image, ImageError, open_image
+from . import data
+from .data import Scale, range_of
+from .images import Image, ImageError, open_image, resized
 from .predicting.network import Map, Network, PredictionError, times
-from .predicting.pixels import check_image, writing
+from .predicting.pixels import writing
 from .predicting.whole_image import classify, segment
 from .program.command import start
 from .program.config import ConfigError
@@ -56,7 +58,7 @@ from .training.trained import load_trained
 
 def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> Network:
     """The network with the range that it takes this image's pixels by, which is printed."""
-    if image.dtype == np.uint8:
+    if image.dtype == np.uint8 or network.learned.pixels != np.uint8:
         return network
     scale, origin = network.scale, "the range of the training images"
     if given:
@@ -77,14 +79,16 @@ def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> N
 
 def load_network(workdir: str | os.PathLike) -> Network:
     """The best weights of a training run."""
-    trained = load_trained(workdir)
-    data = trained.config.data
-    names = [str(i) for i in range(data.classes)]
-    task = trained.task
-    limits = read_range(pathlib.Path(workdir)) or data.get("range")
+    trained, noted = load_trained(workdir), data.noted(pathlib.Path(workdir))
+    options, learner = trained.config.data, trained.learner
+    names = noted.get("class_names") or [str(i) for i in range(options.classes)]
+    limits = data.read_range(pathlib.Path(workdir)) or options.get("range")
     return Network(
-        *(task.scores, trained.weights, data.channels, names, task.output_size),
+        *(learner.scores, trained.weights, options.channels, learner, names),
         Scale(*limits) if limits else None,
+        options.mask_values if learner.config.task in ("auto", "segmentation") else (),
+        options.nodata,
+        options.resize,
     )
 
 
@@ -125,13 +129,15 @@ def _run(options: Any) -> None:
     if out.resolve() == pathlib.Path(options.image).resolve():
         raise ConfigError(f"--out={out} is the image itself")
     with contextlib.ExitStack() as stack:
-        image = stack.enter_context(open_image(options.image))
         network = load_network(options.workdir)
-        check_image(image)
+        image = open_image(options.image, network.learned.spatial)
+        image = stack.enter_context(resized(image, network.resize) if network.resize else image)
+        if options.probabilities and not network.learned.task.has_probabilities:
+            raise ConfigError("--probabilities: this network's task has none")
         network = with_scale(network, image, options.range)
         progress = stack.enter_context(_Tiles())
         began = time.perf_counter()
-        if network.output_size is None:
+        if not network.learned.task.dense:
             _check_json(out)
             found = classify(network, image, tile=options.tile, progress=progress)
             _write_classes(out, options.image, network, found)
@@ -143,7 +149,7 @@ def _run(options: Any) -> None:
             print(f"{out}: {times(area.size)} pixels{_where(area, image.shape)}")
         if network.scale is not None and (cut := network.scale.beyond()):
             print(f"warning: {cut}")
-        seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:2]) / 1e6
+        seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:-1]) / 1e6
         print(
             f"{pixels:.1f} megapixels in {duration(seconds)}, compilation included: "
             f"{pixels / seconds:.2f} megapixels/s on {jax.devices()[0].device_kind}"
@@ -176,11 +182,21 @@ def _check_json(out: pathlib.Path) -> None:
 
 
 def _write_classes(out: pathlib.Path, image: str, network: Network, found: np.ndarray) -> None:
+    task = network.learned.task
+    if not task.has_probabilities:
+        print(*found.tolist())
+        with writing(out):
+            record = {"image": str(image), "values": found.tolist()}
+            write_atomically(out, json.dumps(record, indent=2) + "\n")
+        return
     probabilities = {name: float(p) for name, p in zip(network.classes, found, strict=True)}
     ranked = sorted(probabilities, key=probabilities.__getitem__, reverse=True)
     for name in ranked[:10]:
         print(f"{name:>12} {probabilities[name]:.6f}")
-    record = {"image": str(image), "class": ranked[0], "probabilities": probabilities}
+    chosen = {"class": ranked[0]}
+    if task.label_channels is not None:
+        chosen = {"classes": [name for name in ranked if probabilities[name] > 0.5]}
+    record = {"image": str(image), **chosen, "probabilities": probabilities}
     with writing(out):
         write_atomically(out, json.dumps(record, indent=2) + "\n")
 
@@ -188,7 +204,7 @@ def _write_classes(out: pathlib.Path, image: str, network: Network, found: np.nd
 def _where(area: Map, shape: Sequence[int]) -> str:
     """What a user must know to lay the result over the image."""
     text = f"; its first pixel is pixel {area.offset} of the image" if any(area.offset) else ""
-    if area.padded != tuple(shape[:2]):
+    if area.padded != tuple(shape[:-1]):
         text += f"; the network saw {times(area.padded)}, the last row and column repeated"
     return text
 

@@ -127,8 +127,8 @@ def take_steps(run: Run, now: Now, profiler: Profiler) -> int:
 
 def tell(run: Run, result: dict[str, Any], bar: Bar) -> None:
     """What an evaluation found, in lines that stay."""
-    counted, *warnings = run.task.describe_counts(result)
-    bar.say(f"evaluation after step {run.done}: {run.task.describe(result)}; {counted}")
+    counted, *warnings = run.learner.task.remarks(result)
+    bar.say(f"evaluation after step {run.done}: {run.learner.task.describe(result)}; {counted}")
     for warning in warnings:
         bar.say(warning)
 

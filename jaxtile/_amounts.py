@@ -39,11 +39,25 @@ def parse_bytes(amount: int | float | str) -> int:
 def format_bytes(n: float) -> str:
     """With three digits.
 
-    >>> format_bytes(6_558_696_448)
-    '6.11 GiB'
+    >>> format_bytes(6_558_696_448), format_bytes(1010 * 2**20)
+    ('6.11 GiB', '1010 MiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
-            return f"{n:.0f} B" if unit == "B" else f"{n:.3g} {unit}"
+            return f"{n:.0f} B" if unit == "B" else f"{digits(n)} {unit}"
         n /= 1024
-    return f"{n:.3g} TiB"
+    return f"{digits(n)} TiB"
+
+
+def format_ms(seconds: float) -> str:
+    """Milliseconds, without the unit.
+
+    >>> format_ms(0.0123456), format_ms(13.1)
+    ('12.3', '13100')
+    """
+    return digits(seconds * 1e3)
+
+
+def digits(n: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{n:.3g}" if abs(n) < 999.5 else f"{n:.0f}"

@@ -172,7 +172,7 @@ def _region_lines(region: RegionReport) -> Iterator[str]:
     yield (
         f"  stores {format_bytes(region.stored_bytes)}; one tile holds at most "
         f"{format_bytes(region.tile_bytes)}; forward {_count(region.tiled_flops)} operations, "
-        f"{region.halo_share:.1%} of them halo"
+        f"{region.halo_share:.1%} of them in more tiles than one"
     )
     if region.devices:
         sent = region.exchanged

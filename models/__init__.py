@@ -5,7 +5,12 @@ graph it reproduces; a policy is a choice of those names. Models know no policy.
 """
 
 from ._create import create as create
+from ._create import maker as maker
 from ._create import names as names
+from ._names import call as call
+from ._names import find as find
+from ._network import Network as Network
+from ._network import network as network
 from ._weights import load_weights as load_weights
 from .alexnet import AlexNet as AlexNet
 from .local_cnn import LocalCNN as LocalCNN

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Callable
 from typing import Any
 
-from flax import nnx
-
+from ._names import check_options, find
 from .alexnet import AlexNet
 from .local_cnn import LocalCNN
 from .resnet50 import ResNet50
 from .unet import UNet
 from .vgg16 import VGG16
 
-_MODELS: dict[str, type[nnx.Module]] = {
+_MODELS: dict[str, Callable[..., Any]] = {
     "unet": UNet,
     "resnet50": ResNet50,
     "alexnet": AlexNet,
@@ -23,20 +22,23 @@ _MODELS: dict[str, type[nnx.Module]] = {
 
 
 def names() -> list[str]:
-    """The models that `create` makes."""
+    """The models that are built in."""
     return list(_MODELS)
 
 
-def create(name: str, *args: Any, **options: Any) -> nnx.Module:
-    """A model by name; the options are those of its class.
+def maker(name: str) -> Callable[..., Any]:
+    """The class or function behind a name, as `"unet"` or `"my_package.nets:MyNet"`."""
+    return find(name, _MODELS, "model")
+
+
+def create(name: str, *args: Any, **options: Any) -> Any:
+    """A model by name; the options are those of its class or function.
 
     >>> import models
     >>> from flax import nnx
     >>> type(models.create("unet", channels=4, depth=1, rngs=nnx.Rngs(0))).__name__
     'UNet'
     """
-    if name not in _MODELS:
-        near = difflib.get_close_matches(name, _MODELS, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"there is no model {name!r}{hint} The models are {', '.join(_MODELS)}")
-    return _MODELS[name](*args, **options)
+    make = maker(name)
+    check_options(make, f"the model {name!r}", options)
+    return make(*args, **options)

@@ -14,6 +14,7 @@ import signal
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
+import pytest
 
 jax.config.update("jax_enable_x64", True)
 if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
@@ -21,3 +22,18 @@ if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def settings_restored(monkeypatch):
+    """For training in this process: it sets flags, and keeps compiled programs in its folder."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

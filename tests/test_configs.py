@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.program.config import ConfigError, base, check, differences, fields, load
+from experiments.training.learner import Learner
 from experiments.training.step import Step, make_optimiser
-from experiments.training.task import Task
 
 from .support import parametrize_few
 
@@ -28,16 +28,18 @@ def test_a_shipped_config(file):
     assert command in file.read_text()
     config = load(str(file))
     check(config)
-    task = Task(config)
+    learner = Learner(config)
     size = config.data.size
-    task.check_size((size, size, config.data.channels))
+    learner.check_size((size, size, config.data.channels))
     batch = config.train.batch_size
-    label = (batch, *(task.output_size(size),) * 2) if task.segments else (batch,)
+    label = (batch, *(learner.output_size(size),) * 2) if learner.task.dense else (batch,)
     images = jax.ShapeDtypeStruct((batch, size, size, config.data.channels), jnp.uint8)
-    labels = jax.ShapeDtypeStruct(label, jnp.uint8 if task.segments else jnp.int32)
-    step = Step(task, make_optimiser(config)[0], (images, labels))
+    labels = jax.ShapeDtypeStruct(label, jnp.uint8 if learner.task.dense else jnp.int32)
+    step = Step(learner, make_optimiser(config)[0], (images, labels))
     assert step.outline().fingerprint
-    state, values = jax.eval_shape(lambda *a: step._of(task.loss)(*a), step.state, images, labels)
+    state, values = jax.eval_shape(
+        lambda *a: step._of(learner.loss)(*a), step.state, images, labels
+    )
     assert jax.tree.structure(state) == jax.tree.structure(step.state)
     assert values["loss"].shape == ()
 
@@ -71,7 +73,8 @@ def test_a_field_of_the_wrong_type(tmp_path):
         ("train.ema", 1.0),
         ("data.std", (0.0,)),
         ("data.mean", (0.1, 0.2)),
-        ("data.channels", 2),
+        ("data.std", (0.1, 0.2, 0.3)),
+        ("data.channels", 0),
         ("dtype", "int8"),
         ("dtype", "float16"),
         ("policy", "budget:lots"),
@@ -95,6 +98,7 @@ def test_what_may_change_when_a_run_goes_on():
     old = dict(fields(base("unet")))
     assert not differences(old, {**old, "policy": "sqrt", "log.every": 3})
     assert differences(old, {**old, "train.steps": 7})  # the rate falls until the last step
+    assert not differences({"data.nodata": (float("nan"),)}, {"data.nodata": (float("nan"),)})
     constant = {**old, "train.schedule": "constant"}
     assert not differences(constant, {**constant, "train.steps": 7})
     changed = differences(old, {**old, "seed": 3, "data.size": 64})

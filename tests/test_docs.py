@@ -1,7 +1,10 @@
 """The documentation is true: its examples run, its pictures are what the script draws."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -39,6 +42,32 @@ def test_examples_run(page):
     for block in BLOCK.finditer(text):
         lines_before = text[: block.start(1)].count("\n")
         exec(compile("\n" * lines_before + block.group(1), str(page), "exec"), names)
+
+
+LOOPS = sorted((ROOT / "docs" / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(p, marks=() if "flax" in p.name else pytest.mark.slow) for p in LOOPS],
+    ids=name,
+)
+def test_loops_run_and_learn_within_their_budget(program):
+    """As a user would run them; what is new in them is marked."""
+    text = program.read_text()
+    assert len(text.splitlines()) <= 60
+    assert 2 <= text.count("  # jaxtile\n") <= 3
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < 0.7 * losses[0]
+    assert re.search(r"compiled .* is too much for 24 MiB", done.stderr)
+    assert done.stderr.splitlines()[-1].endswith("fits 24 MiB")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -16,9 +16,9 @@ from experiments import data
 from experiments.predict import load_network
 from experiments.program.config import base
 from experiments.training.evaluation import Evaluation, what
+from experiments.training.learner import Learner
 from experiments.training.setup import load_data
 from experiments.training.step import Step, batch_shapes, make_optimiser
-from experiments.training.task import Task
 
 from .support import parametrize_few
 from .test_task import by_definition
@@ -52,31 +52,31 @@ def config_for(folder, model="unet", **options):
 
 def evaluation_of(config, run):
     """Untrained, and the weights."""
-    task = Task(config)
-    train_set, eval_set = load_data(task)
+    learner = Learner(config)
+    train_set, eval_set = load_data(learner)
     run.mkdir()
     data.examine(train_set, eval_set, run)
     optimiser, _ = make_optimiser(config)
-    step = Step(task, optimiser, batch_shapes(train_set, 1))
-    return Evaluation(step, eval_set, 2**40), task.weights()
+    step = Step(learner, optimiser, batch_shapes(train_set, 1))
+    return Evaluation(step, eval_set, 2**40), learner.weights()
 
 
 def expected(evaluation, weights):
     """Metrics by their definition, of the plain network on whole images."""
-    task, scale = evaluation.task, evaluation.dataset.scale
-    run = jax.jit(task.scores)
+    learner, scale = evaluation.learner, evaluation.dataset.scale
+    run = jax.jit(learner.scores)
     predicted, labels, losses = [], [], []
     for item in evaluation.dataset.items:
         image = np.rint(
             np.clip((tifffile.imread(item.image) - scale.low) / scale.high * 255, 0, 255)
         )
         mask = tifffile.imread(item.label)
-        fits = [next(m for m in range(n, n + 9) if _fits(task, m)) for n in image.shape]
+        fits = [next(m for m in range(n, n + 9) if _fits(learner, m)) for n in image.shape]
         padded = np.pad(image, [(0, m - n) for m, n in zip(fits, image.shape, strict=True)], "edge")
         scores = np.asarray(run(weights, padded.astype(np.uint8)[None, ..., None]))[0]
-        size = [task.output_size(n) for n in image.shape]
+        size = [learner.output_size(n) for n in image.shape]
         scores = scores[: size[0], : size[1]]
-        y, x = [(n - task.output_size(n)) // 2 for n in fits]
+        y, x = [(n - learner.output_size(n)) // 2 for n in fits]
         mask = mask[y : y + size[0], x : x + size[1]]
         label = np.select([mask == v for v in (10, 20, 30)], [0, 1, 2], 255)
         predicted.append(scores.argmax(-1).ravel())
@@ -95,9 +95,9 @@ def expected(evaluation, weights):
     }
 
 
-def _fits(task, n):
+def _fits(learner, n):
     try:
-        task.check_size((n, n, 1))
+        learner.check_size((n, n, 1))
     except ValueError:
         return False
     return True
@@ -113,7 +113,7 @@ def test_whole_files_of_several_sizes(folder, padding):
         assert found[name] == pytest.approx(value, rel=1e-5), name
     assert sum(found["counted"]) < sum(h * w for h, w in SIZES)
     traces = []
-    evaluation.task.scores = lambda *arguments: traces.append(arguments)
+    evaluation.learner.scores = lambda *arguments: traces.append(arguments)
     assert evaluation(weights) == found
     assert not traces, "the second evaluation compiles nothing"
 
@@ -162,7 +162,7 @@ def test_classes_of_whole_files(tmp_path):
     evaluation, weights = evaluation_of(config, tmp_path / "run")
     assert evaluation.text == "6 held-out images, whole, tile by tile"
     found = evaluation(weights)
-    run, correct, losses = jax.jit(evaluation.task.scores), [], []
+    run, correct, losses = jax.jit(evaluation.learner.scores), [], []
     for item in evaluation.dataset.items:
         scores = np.asarray(run(weights, np.load(item.image)[None]))[0]
         correct.append(scores.argmax() == item.label)
@@ -176,8 +176,8 @@ def test_a_model_of_one_size_sees_central_windows(tmp_path):
     classes_of(tmp_path, ((40, 36), (52, 45)))
     config = config_for(tmp_path, "local_cnn", size=32)
     config.data.labels, config.data.mask_values, config.data.ignored = "folders", (), ()
-    task = Task(config)
-    files, text = what(task, load_data(task)[1])
+    learner = Learner(config)
+    files, text = what(learner, load_data(learner)[1])
     assert files is None
     assert text.startswith(
         "the central 32 x 32 pixels of each of 6 held-out images; the model does not take them "
@@ -189,8 +189,8 @@ def test_many_sizes_are_said(tmp_path):
     classes_of(tmp_path, tuple((40 + i, 40) for i in range(17)))
     config = config_for(tmp_path, "resnet50", blocks=(1, 1), width=4)
     config.data.labels, config.data.mask_values, config.data.ignored = "folders", (), ()
-    task = Task(config)
-    files, text = what(task, load_data(task)[1])
+    learner = Learner(config)
+    files, text = what(learner, load_data(learner)[1])
     assert len(files.sizes) == 17
     assert "They have 17 sizes, each of which is compiled once; `eval.size` takes" in text
 

@@ -1,5 +1,6 @@
 """Images on disk: every format against the whole array, and every way a file can be bad."""
 
+import json
 import os
 import sys
 import zlib
@@ -429,3 +430,42 @@ def test_is_image_name(tmp_path):
     assert images.is_image_name(tmp_path / "a.TIF")
     assert not images.is_image_name(tmp_path / ".a.tif")
     assert not images.is_image_name(tmp_path / "a.txt")
+
+
+def ome(path, version, values, axes):
+    """A group with one resolution, as the format's writers lay it out."""
+    driver = {2: "zarr", 3: "zarr3"}[version]
+    store = {"driver": "file", "path": str(path / "0")}
+    metadata = {"shape": values.shape}
+    if version == 2:
+        metadata |= {"chunks": [*[1] * (values.ndim - 2), 16, 16], "dtype": values.dtype.str}
+    else:
+        metadata |= {"data_type": str(values.dtype)}
+    spec = {"driver": driver, "kvstore": store, "metadata": metadata, "create": True}
+    tensorstore.open(spec).result().write(values).result()
+    scales = [{"axes": [{"name": a} for a in axes], "datasets": [{"path": "0"}]}]
+    if version == 2:
+        (path / ".zgroup").write_text('{"zarr_format": 2}')
+        (path / ".zattrs").write_text(json.dumps({"multiscales": scales}))
+    else:
+        group = {"zarr_format": 3, "node_type": "group"}
+        group["attributes"] = {"ome": {"version": "0.5", "multiscales": scales}}
+        (path / "zarr.json").write_text(json.dumps(group))
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_ome_zarr(tmp_path, version):
+    """Axes of any order; channels become last, and a single time or plane is no axis."""
+    values = np.random.default_rng(0).integers(0, 60000, (1, 5, 1, 40, 30), np.uint16)
+    ome(tmp_path / "a.ome.zarr", version, values, "tczyx")
+    with open_image(tmp_path / "a.ome.zarr") as image:
+        assert (image.shape, image.dtype) == ((40, 30, 5), np.uint16)
+        np.testing.assert_array_equal(
+            image[7:21, 3:30], np.moveaxis(values[0, :, 0, 7:21, 3:30], 0, -1)
+        )
+    volume = values[0, :, 0]
+    ome(tmp_path / "b.zarr", version, volume, "zyx")
+    with open_image(tmp_path / "b.zarr", dimensions=3) as image:
+        np.testing.assert_array_equal(image[1:4, 2:9, 0:30][..., 0], volume[1:4, 2:9])
+    with pytest.raises(ImageError, match=r"5 positions along 'z': set `data.dimensions` to 3"):
+        open_image(tmp_path / "b.zarr")

@@ -14,33 +14,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tifffile
 
-from experiments import predict
+from experiments import predict, tasks
 from experiments.images import create_image, open_image
 from experiments.predicting.network import Network
 from experiments.predicting.pixels import Pixels
 from experiments.program.config import base
 from experiments.training.checkpoints import Checkpoints
-from experiments.training.task import Task
+from experiments.training.learner import Learner
 
 from .support import conv, normal
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def trained(folder, model="unet", *, colours=3, classes=4, dtype="float64", **options):
+def trained(
+    folder, model="unet", *, colours=3, classes=4, dtype="float64", mask_values=(), **options
+):
     """The folder of a run that never took a step."""
     config = base(model, **options)
     config.dtype = dtype
     config.data.channels, config.data.classes = colours, classes
+    config.data.mask_values = mask_values
     folder.mkdir()
     (folder / "config.json").write_text(config.to_json())
-    task = Task(config)
-    weights = task.weights()
+    learner = Learner(config)
+    weights = learner.weights()
     checkpoints = Checkpoints(folder / "checkpoints", keep=1)
     checkpoints.save(0, {"params": weights.params, "variables": weights.variables}, {})
     checkpoints.close()
-    return jax.jit(lambda images: task.scores(weights, images))
+    return jax.jit(lambda images: learner.scores(weights, images))
 
 
 def image_file(path, height, width, channels=3, dtype=np.uint8):
@@ -60,6 +64,22 @@ def run(workdir, image, out, **options):
 def padded(values, height, width):
     missing = (0, height - values.shape[0]), (0, width - values.shape[1]), (0, 0)
     return np.pad(values, missing, mode="edge")[None]
+
+
+def test_a_mask_has_the_values_that_masks_had_in_tiles_that_are_compressed(tmp_path):
+    scores = trained(
+        tmp_path / "run", classes=2, mask_values=(7, 300), channels=2, depth=1, padding="SAME"
+    )
+    values = image_file(tmp_path / "image.npy", 22, 18)
+    run(tmp_path / "run", tmp_path / "image.npy", tmp_path / "mask.tif")
+    with tifffile.TiffFile(tmp_path / "mask.tif") as file:
+        page = file.pages[0]
+        assert (page.is_tiled, page.compression.name) == (True, "ADOBE_DEFLATE")
+        found = page.asarray()
+    want = np.array([7, 300], np.uint16)[scores(values[None])[0].argmax(-1)]
+    np.testing.assert_array_equal(found, want)
+    assert found.dtype == np.uint16
+    assert [f.name for f in tmp_path.iterdir() if f.name.startswith(".")] == []
 
 
 @pytest.mark.slow
@@ -303,9 +323,10 @@ print((peaks[1] - peaks[0]) / 2**20)
 
 def tiny():
     kernel = jnp.asarray(normal(0, 3, 3, 3, 2), jnp.float32)
-    return Network(
-        lambda w, x: conv(x.astype(w.dtype) / 255, w), kernel, 3, ["no", "yes"], lambda n: n
+    learned = types.SimpleNamespace(
+        spatial=2, pixels=np.uint8, lost=0, task=tasks.create("auto", classes=2, dense=True)
     )
+    return Network(lambda w, x: conv(x.astype(w.dtype) / 255, w), kernel, 3, learned, ["no", "yes"])
 
 
 def held() -> int:

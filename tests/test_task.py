@@ -15,7 +15,7 @@ import pytest
 
 from experiments.program.config import ConfigError, base
 from experiments.program.progress import Now
-from experiments.training.task import Counts, Task, metrics
+from experiments.training.learner import Learner
 
 
 def by_definition(predicted, labels, classes):
@@ -30,33 +30,33 @@ def by_definition(predicted, labels, classes):
 
 
 @pytest.fixture(scope="module")
-def task():
+def learner():
     config = base("unet", channels=2, depth=1, padding="SAME", norm="batch")
     config.data.classes = 4
-    return Task(config)
+    return Learner(config)
 
 
 @pytest.mark.slow
-def test_metrics_by_their_definition_in_tiles_or_not(task):
+def test_metrics_by_their_definition_in_tiles_or_not(learner):
     rng = np.random.default_rng(0)
     images = rng.integers(0, 256, (3, 24, 16, 1), np.uint8)
     labels = rng.choice([0, 1, 3, 255], (3, 24, 16), p=[0.5, 0.2, 0.2, 0.1]).astype(np.uint8)
-    weights = task.weights()
+    weights = learner.weights()
     whole, tiled = (
         [
-            jax.jit(task.evaluation((1, 24, 16, 1), n))(weights, i[None], k[None])
+            jax.jit(learner.evaluation((1, 24, 16, 1), n))(weights, i[None], k[None])
             for i, k in zip(images, labels, strict=True)
         ]
         for n in (64, 10)
     )
-    found = metrics(whole)
-    predicted = jax.jit(task.prediction((3, 24, 16, 1), 64))(weights, images)
+    found = learner.metrics(whole)
+    predicted = jax.jit(learner.prediction((3, 24, 16, 1), 64))(weights, images)
     accuracy, iou, dice = by_definition(np.asarray(predicted), labels, 4)
     assert found["accuracy"] == pytest.approx(accuracy)
     assert found["iou"] == pytest.approx(iou)
     assert found["dice"] == pytest.approx(dice)
     assert found["mean_iou"] == pytest.approx(np.mean([v for v in iou if v is not None]))
-    for name, value in metrics(tiled).items():
+    for name, value in learner.metrics(tiled).items():
         assert value == pytest.approx(found[name], rel=1e-5), name
 
 
@@ -64,44 +64,48 @@ def test_metrics_by_their_definition_in_tiles_or_not(task):
 def test_evaluation_with_the_statistics_of_the_image_itself(own):
     config = base("unet", channels=2, depth=1, padding="SAME", norm="batch", dropout=0.0)
     config.eval.batch_statistics = own
-    task = Task(config)
+    learner = Learner(config)
     image = np.random.default_rng(0).integers(0, 256, (1, 16, 16, 1), np.uint8)
 
     @jax.jit
     def both(weights, image):
-        training = task._merged(*weights)
-        return task.scores(weights, image), training(task.normalised(image))
+        given = learner.normalised(image)
+        return learner.scores(weights, image), learner.network.apply(*weights, given, train=True)[0]
 
-    evaluated, trained = both(task.weights(), image)
+    evaluated, trained = both(learner.weights(), image)
     assert np.allclose(evaluated, trained, atol=1e-4) == own
 
 
-def test_more_positions_than_can_be_counted(task):
+def test_more_positions_than_can_be_counted(learner):
     with pytest.raises(ConfigError, match=r"65536 x 65536.*2\*\*32"):
-        task.evaluation((1, 65536, 65536, 1), 1024)
+        learner.evaluation((1, 65536, 65536, 1), 1024)
 
 
-def test_batches_count_by_their_positions():
-    nothing = np.zeros(2, np.uint32)
-    one = Counts(1.0, 10, np.array([4, 4]), np.array([5, 5]), np.array([5, 5]))
-    empty = Counts(0.0, 0, nothing, nothing, nothing)
-    found = metrics([one, empty])
+def sums(loss, correct, predicted, true):
+    found = {"loss": loss, "correct": correct, "predicted": predicted, "true": true}
+    return {name: np.asarray(value) for name, value in found.items()}
+
+
+def test_batches_count_by_their_positions(learner):
+    nothing = np.zeros(4, np.uint32)
+    one = sums(10.0, [4, 4, 0, 0], [5, 5, 0, 0], [5, 5, 0, 0])
+    empty = sums(0.0, nothing, nothing, nothing)
+    found = learner.metrics([one, empty])
     assert (found["loss"], found["accuracy"]) == (1.0, 0.8)
-    assert found["iou"] == pytest.approx([4 / 6, 4 / 6])
-    assert found["counted"] == [5, 5]
-    nothing_counted = metrics([empty])
+    assert found["iou"] == [pytest.approx(4 / 6), pytest.approx(4 / 6), None, None]
+    assert found["counted"] == [5, 5, 0, 0]
+    nothing_counted = learner.metrics([empty])
     assert [nothing_counted[k] for k in ("mean_iou", "loss", "accuracy")] == [None] * 3
 
 
-def test_a_class_without_a_pixel_is_a_warning(task):
-    none = np.zeros(4, int)
-    there = np.array([7, 0, 1200, 0])
-    found = metrics([Counts(1.0, 1207, there, there, there)])
+def test_a_class_without_a_pixel_is_a_warning(learner):
+    there, task = [7, 0, 1200, 0], learner.task
+    found = learner.metrics([sums(1207.0, there, there, there)])
     assert "per class 1.0000 none 1.0000 none" in task.describe(found)
-    counted, warning = task.describe_counts(found)
+    counted, warning = task.remarks(found)
     assert counted == "1,207 pixels counted (per class 7 0 1,200 0)"
     assert warning.startswith("warning: none of the 1,207 pixels is of class 1, 3: the mean IoU")
-    assert len(task.describe_counts(metrics([Counts(1.0, 4, none + 1, none + 1, none + 1)]))) == 1
+    assert len(task.remarks(learner.metrics([sums(4.0, *[[1] * 4] * 3)]))) == 1
 
 
 def test_a_bar_on_a_terminal():

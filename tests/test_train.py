@@ -122,6 +122,10 @@ def test_a_run(uninterrupted):
     assert summary["best"]["quality"] == max(e["mean_iou"] for e in evaluations)
     for picture in ("loss.png", "predictions.png"):
         assert (uninterrupted / picture).read_bytes().startswith(b"\x89PNG")
+    report = (uninterrupted / "report.html").read_text()
+    assert report.count("data:image/png;base64,") >= 2
+    assert f"{summary['quality']['mean_iou']:.4f}" in report
+    assert "://" not in report  # it needs no network
     assert len(list((uninterrupted / "checkpoints").glob("[0-9]*"))) == 3
     trained = load_trained(uninterrupted)
     assert trained.step == summary["best"]["step"]
@@ -407,6 +411,20 @@ def test_other_settings_in_the_same_folder_are_refused(uninterrupted):
     code, text = run(uninterrupted, "--config.train.learning_rate=0.5")
     assert code == 1
     assert "train.learning_rate: 0.001 there, 0.5 here" in text
+    assert f"another --workdir, and --config.start_from={uninterrupted}" in text
+
+
+def test_a_run_that_begins_with_the_weights_of_another(uninterrupted, tmp_path):
+    """As the refusal advises who wants more steps than the schedule had."""
+    more = [f"--config.start_from={uninterrupted}", "--config.train.steps=3"]
+    code, text = run(tmp_path, *more)
+    assert code == 0, text
+    assert f"beginning with the weights of {uninterrupted}" in text
+    losses = [
+        json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["loss"]
+        for folder in (uninterrupted, tmp_path)
+    ]
+    assert losses[1] < 0.9 * losses[0]  # of the same first batch
 
 
 @pytest.mark.slow
@@ -447,7 +465,7 @@ def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
     ("override", "words"),
     [
         ("--config.train.stpes=3", ["'train.stpes'", "'train.steps'"]),
-        ("--config.train.steps=many", ["config.train.steps", "many"]),
+        ("--config.train.steps=many", ["error: flag --config.train.steps=many: "]),
         ("--config.train.steps=0", ["`train.steps` (=0)", "positive"]),
         ("--config.policy=squirt", ["'squirt'", "sqrt"]),
         ("--config.train.optimiser=adem", ["'adem'", "'adam'"]),

@@ -8,12 +8,17 @@
 A label is a class (an int32), or a mask: a class for each position (uint8), where 255 does not
 count. `_dataset.py` says what a dataset is, `_synthetic.py` and `_textures.py` draw, `_listing.py`
 finds files and their labels, `_folder.py` reads windows of them, `_examine.py` and `_scan.py` look
-at whole files, `_scale.py` makes bytes of pixels, `_batches.py` puts examples in order.
+at whole files, `_scale.py` makes bytes of pixels, `_own.py` takes anybody's data, `_batches.py`
+puts examples in order.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
+
+import models
 
 from ._batches import Batch as Batch
 from ._batches import Batches as Batches
@@ -21,13 +26,18 @@ from ._batches import evaluation as evaluation
 from ._dataset import IGNORED as IGNORED
 from ._dataset import DataError as DataError
 from ._dataset import Dataset as Dataset
-from ._dataset import Geometry, pair
+from ._dataset import Geometry, sizes
 from ._examine import examine as examine
+from ._examine import note as note
+from ._examine import noted as noted
 from ._examine import read_range as read_range
+from ._examine import statistics as statistics
 from ._folder import Folder as Folder
 from ._listing import listing
+from ._own import Own as Own
 from ._scale import Scale as Scale
-from ._scale import read_bytes as read_bytes
+from ._scale import check_channels as check_channels
+from ._scale import read_pixels as read_pixels
 from ._scan import range_of as range_of
 from ._synthetic import Cells as Cells
 from ._synthetic import Textures as Textures
@@ -41,21 +51,25 @@ def load(
     split: str,
     *,
     seed: int,
-    size: int | tuple[int, int] | None = None,
-    label_size: int | tuple[int, int] | None = None,
+    size: int | tuple[int, ...] | None = None,
 ) -> Dataset:
     """The dataset that `options` describes.
 
     Args:
       options: has the attributes
-        kind: `"cells"` and `"textures"` are synthetic; `"folder"` is files.
+        kind: `"cells"` and `"textures"` are synthetic; `"folder"` is files; anybody's own is
+          `"my_package.data:MyDataset"`, see `_own.py`.
+        options: more arguments of one's own.
+        dimensions: of images, 2; of volumes, 3.
         path, labels: of a folder, and how it says its labels, see `listing`.
         size: of the window of an image that is an example, random in training and in the centre in
           evaluation: an integer, (H, W), or 0 for whole images.
-        channels: 1 or 3.
+        resize: pixels along a side that whole images get before windows are taken; 0: none.
+        channels: of images; grey and colours become each other, of others there must be as many.
         classes: how many there are.
         mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
         ignored: in masks, the values of what does not count.
+        nodata: values of pixels that hold no data: there labels do not count.
         files_outside: whether a table of labels may name files outside its folder.
         train_images, eval_images: how many synthetic images.
         eval_fraction: of a folder without `train` and `eval` in it.
@@ -64,23 +78,45 @@ def load(
       split: `"train"` or `"eval"`, which have no image in common.
       seed: of the synthetic images, and of a folder's split.
       size: of the window, where it is not `options.size`.
-      label_size: of masks, where smaller than the window: its centre.
     """
     if split not in ("train", "eval"):
         raise ValueError(f"`split` (={split!r}) must be 'train' or 'eval'")
     window = options.size if size is None else size
-    geometry = Geometry(pair(window), pair(label_size), options.channels, options.augment)
-    if options.kind in _SYNTHETIC:
-        return _drawn(options, split, geometry, seed)
-    if options.kind != "folder":
-        known = ", ".join(map(repr, (*_SYNTHETIC, "folder")))
-        raise ValueError(f"`kind` (={options.kind!r}) must be one of {known}")
+    dimensions = options.dimensions
+    geometry = Geometry(
+        sizes(window, dimensions), options.channels, options.augment, dimensions, options.resize
+    )
+    return maker(options.kind)(options, split, geometry, seed)
+
+
+def maker(kind: str) -> Callable[[Any, str, Geometry, int], Dataset]:
+    """What makes the datasets of a kind, of options, split, geometry and seed."""
+    built_in = {**dict.fromkeys(_SYNTHETIC, _drawn), "folder": _of_files}
+    found = models.find(kind, built_in, "kind of data")
+    return found if kind in built_in else functools.partial(_own, found)
+
+
+def _own(make: Any, options: Any, split: str, geometry: Geometry, seed: int) -> Dataset:
+    offered = {
+        "split": split,
+        "seed": seed,
+        "size": geometry.size,
+        **{name: options[name] for name in ("path", "channels", "classes")},
+    }
+    name = options.kind
+    source = models.call(make, f"the kind of data {name!r}", options.options, offered)
+    return Own(source, geometry, classes=options.classes, name=name)
+
+
+def _of_files(options: Any, split: str, geometry: Geometry, seed: int) -> Dataset:
     return Folder(
         listing(options, split, seed=seed),
         geometry,
         classes=options.classes,
+        dtype=options.dtype,
         mask_values=options.mask_values,
         ignored_values=options.ignored,
+        nodata=options.nodata,
         on_bad_file=options.on_bad_file,
     )
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..images import ImageError
-from ._dataset import IGNORED, DataError, Dataset
+from ._dataset import DataError, Dataset
 
 _MOST_THREADS = 16
 _MOST_AHEAD = 2 * 2**30
@@ -31,9 +31,9 @@ _MOST_AHEAD = 2 * 2**30
 class Batch:
     step: int
     images: np.ndarray
-    """(B, H, W, C), uint8."""
+    """(B, H, W, C), as a rule uint8."""
     labels: np.ndarray
-    """(B,), int32; or (B, h, w), uint8, where 255 does not count."""
+    """(B,), int32; or (B, h, w), uint8, where 255 does not count; or what another task has."""
     names: tuple[str, ...]
     count: int
     """How many examples are real; the rest fill up the last batch of an evaluation."""
@@ -117,8 +117,8 @@ class _Made:
         # A batch of one image is that image: to copy a gigapixel would take a second.
         self.images: np.ndarray | None = None
         if size > 1:
-            self.images = np.empty((size, *batches.dataset.shape), np.uint8)
-        self.labels = np.empty((size, *label_shape), np.uint8 if label_shape else np.int32)
+            self.images = np.empty((size, *batches.dataset.shape), batches.dataset.dtype)
+        self.labels = np.empty((size, *label_shape), batches.dataset.label_dtype)
         self.futures = [
             pool.submit(self._make, i, batches.index(self.first + i)) for i in range(size)
         ]
@@ -142,7 +142,7 @@ def evaluation(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
     """Every example once, in order; bad files that are skipped are left out.
 
     The last batch is filled up to the common shape with examples whose labels do not count (255 in
-    masks, -1 for classes); `Batch.count` says how many are real.
+    masks, -1 for classes, NaN for numbers); `Batch.count` says how many are real.
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` (={batch_size}) must be positive")
@@ -158,8 +158,8 @@ def evaluation(dataset: Dataset, batch_size: int) -> Iterator[Batch]:
             yield _stacked(dataset, step, examples)
             step, examples = step + 1, []
     if examples:
-        image, label, index = examples[-1]
-        nothing = np.full_like(label, IGNORED) if dataset.label_shape else np.int32(-1)
+        image, _, index = examples[-1]
+        nothing = np.full(dataset.label_shape, dataset.unlabelled, dataset.label_dtype)
         filled = examples + [(image, nothing, index)] * (batch_size - len(examples))
         yield _stacked(dataset, step, filled, count=len(examples))
     elif step == 0:
@@ -188,7 +188,8 @@ def _threads() -> int:
 
 def _ahead(dataset: Dataset) -> int:
     """Examples that keep all threads at work, within the memory for them."""
-    size = math.prod(dataset.shape) + math.prod(dataset.label_shape)
+    size = math.prod(dataset.shape) * dataset.dtype.itemsize
+    size += math.prod(dataset.label_shape) * dataset.label_dtype.itemsize
     return min(_threads(), _MOST_AHEAD // size)
 
 
@@ -197,7 +198,7 @@ def _stacked(dataset: Dataset, step: int, examples: list, count: int | None = No
     return Batch(
         step,
         np.stack(images),
-        np.stack(labels),
+        np.stack(labels).astype(dataset.label_dtype, copy=False),
         tuple(dataset.name(index) for index in indices),
         len(examples) if count is None else count,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,51 +25,46 @@ class DataError(ImageError):
     """What is wrong with a dataset; the message names the file or folder."""
 
 
-def pair(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
-    """A size as (H, W); None and 0 are None."""
+def sizes(size: int | Sequence[int] | None, dimensions: int = 2) -> tuple[int, ...] | None:
+    """A size along each axis, as (H, W); None and 0 are None."""
     if not size:
         return None
-    height, width = (size, size) if np.ndim(size) == 0 else size
-    if min(height, width) < 1:
-        raise ValueError(f"a size (={size}) must be positive; 0 stands for whole images")
-    return int(height), int(width)
+    found = (size,) * dimensions if np.ndim(size) == 0 else tuple(size)
+    if len(found) != dimensions or min(found) < 1:
+        raise ValueError(
+            f"a size (={size}) must be positive, and one number or {dimensions}; 0 stands for "
+            "whole images"
+        )
+    return tuple(int(n) for n in found)
 
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
     """Which part of an image is an example."""
 
-    size: tuple[int, int] | None
+    size: tuple[int, ...] | None
     """Of the window; None: the whole image."""
-    label_size: tuple[int, int] | None
-    """Of the mask, in the centre of the window; None: all of it."""
     channels: int
     augment: bool = False
+    dimensions: int = 2
+    resize: int = 0
+    """Pixels along a side that whole images get first; 0: as they are."""
 
     def __post_init__(self) -> None:
-        if self.channels not in (1, 3):
-            raise ValueError(f"`channels` (={self.channels}) must be 1 or 3")
-
-    def border(self, size: tuple[int, int]) -> tuple[int, int]:
-        """How far the label's window lies inside the image's, of this size."""
-        if self.label_size is None:
-            return 0, 0
-        differences = [n - m for n, m in zip(size, self.label_size, strict=True)]
-        if min(differences) < 0 or any(d % 2 for d in differences):
-            raise ValueError(
-                f"`label_size` (={self.label_size}) does not lie in the centre of a window of "
-                f"{size}: it must be smaller by an even number, or as large"
-            )
-        return differences[0] // 2, differences[1] // 2
+        if self.channels < 1:
+            raise ValueError(f"`channels` (={self.channels}) must be positive")
 
 
 class Dataset:
     """Numbered examples.
 
     Attributes:
-      classes: how many there are.
-      shape: (H, W, C) of an example's image.
+      classes: how many there are; their names are in `class_names`.
+      shape: (H, W, C) of an example's image, of type `dtype`; a volume's is (D, H, W, C).
       label_shape: () if the label is a class, (h, w) if it is a mask.
+      dense: whether there is a label for each position.
+      label_dtype, unlabelled: of labels, and the value of one that does not count.
+      border: along each axis, how far the label's window lies inside the image's.
       skipped: the bad files met so far, each with its error.
       ignored: how many files of a folder are no images, by their names.
       scale: of values that are not of 8 bits; `examine` finds it out.
@@ -76,7 +72,7 @@ class Dataset:
 
     def __init__(
         self,
-        shape: tuple[int, int, int],
+        shape: tuple[int, ...],
         label_shape: tuple[int, ...],
         *,
         classes: int,
@@ -86,7 +82,13 @@ class Dataset:
         if on_bad_file not in ("error", "skip"):
             raise ValueError(f"`on_bad_file` (={on_bad_file!r}) must be 'error' or 'skip'")
         self.shape, self.label_shape, self.classes = shape, label_shape, classes
+        self.class_names = [str(c) for c in range(classes)]
         self.augment, self.on_bad_file = augment, on_bad_file
+        self.dense = bool(label_shape)
+        self.dtype = np.dtype(np.uint8)
+        self.label_dtype = np.dtype(np.uint8 if label_shape else np.int32)
+        self.unlabelled: float = IGNORED if label_shape else -1
+        self.border = (0,) * (len(shape) - 1)
         self.skipped: dict[str, str] = {}
         self.ignored = 0
         self.scale: Scale | None = None
@@ -103,12 +105,29 @@ class Dataset:
         """For messages."""
         raise NotImplementedError
 
+    def take_labels(self, shape: tuple[int, ...], *, dense: bool = True) -> None:
+        """Labels of this shape: if they are dense, the centre of the image's window."""
+        size = self.shape[:-1]
+        given = shape[: len(size)] if dense else size
+        differences = [n - m for n, m in zip(size, given, strict=True)]
+        if min(differences) < 0 or any(d % 2 for d in differences):
+            raise ValueError(
+                f"a label of {given} does not lie in the centre of a window of {size}: it must be "
+                "smaller by an even number, or as large"
+            )
+        self.border, self.label_shape = tuple(d // 2 for d in differences), shape
+
+    def centre(self, label: np.ndarray) -> np.ndarray:
+        """The part of a label of the image's window that the model has scores for."""
+        parts = zip(self.border, self.label_shape, strict=False)
+        return label[tuple(slice(start, start + n) for start, n in parts)]
+
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         """One example, not augmented; a bad file is an `ImageError`."""
         raise NotImplementedError
 
     def example(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
-        """Image, uint8, and label; without a generator, the one for evaluation."""
+        """Image and label; without a generator, those for evaluation."""
         return self.good_example(index, rng)[:2]
 
     def good_example(
@@ -136,20 +155,19 @@ class Dataset:
 
 
 def augmented(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
-    """Flips along either axis and, if the image is square, a quarter turn, each or none.
+    """Flips along any axis and, if the last two are as long as each other, a quarter turn there,
+    each or none.
 
-    These make the eight symmetries of the square, with equal chances; they move pixels and
-    compute none, so the mask stays exact.
+    In the plane these are the eight symmetries of the square, with equal chances. They move pixels
+    and compute none, so the mask stays exact.
     """
-    flip_rows, flip_columns, turn = rng.integers(0, 2, 3)
+    axes = image.ndim - 1
+    *flips, turn = rng.integers(0, 2, axes + 1)
 
     def move(array: np.ndarray) -> np.ndarray:
-        if flip_rows:
-            array = array[::-1]
-        if flip_columns:
-            array = array[:, ::-1]
-        if turn and image.shape[0] == image.shape[1]:
-            array = np.swapaxes(array, 0, 1)
+        array = np.flip(array, [d for d, flipped in enumerate(flips) if flipped])
+        if turn and axes > 1 and image.shape[axes - 2] == image.shape[axes - 1]:
+            array = np.swapaxes(array, axes - 2, axes - 1)
         return np.ascontiguousarray(array)
 
-    return move(image), move(label) if np.ndim(label) == 2 else label
+    return move(image), move(label) if np.ndim(label) >= axes else label

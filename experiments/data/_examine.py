@@ -24,6 +24,7 @@ from ._scan import Found, Job, scan
 
 _MOST_THREADS = 16
 _MOST_NAMED = 20  # classes in a line
+_MOST_EXAMPLES = 64  # for mean and deviation
 
 Share = Callable[[Callable[[], str]], str]
 """Takes a function that makes a text, and returns the text in every process."""
@@ -60,7 +61,7 @@ def examine(
         (train, evaluation), ("training", "held-out"), found["counts"], strict=True
     ):
         dataset.drop(found["bad"])
-        lines += _of_classes(dataset, which, counts)
+        lines += _of_classes(dataset, which, counts) if counts else []
     return lines
 
 
@@ -87,10 +88,10 @@ def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[floa
         began_with = read_range(folder) if any(folder.glob("checkpoints/[0-9]*")) else None
         given = began_with or limits
         jobs = [
-            Job(item.label, "mask", header.pixels)
+            Job(item.label, "mask", header.pixels, len(header.size))
             for dataset in (train, evaluation)
             for item, header in zip(dataset.items, dataset.headers, strict=True)
-            if dataset.masks
+            if dataset.masks and not dataset.targets
         ]
         jobs += [] if given else _to_scale(train, evaluation)
         found = scan(jobs, folder / "scanned.jsonl", min(_MOST_THREADS, os.cpu_count() or 1))
@@ -98,13 +99,13 @@ def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[floa
         for error in bad.values():
             if train.on_bad_file == "error" or isinstance(error, DataError):
                 raise error
-        counts = [dataset.count_classes(found) for dataset in (train, evaluation)]
+        counts = [None if d.targets else d.count_classes(found) for d in (train, evaluation)]
         limits, origin = (
             (given, "as when this run began" if began_with else "as `data.range` says")
             if given
             else _range(found)
         )
-        write_atomically(folder / "data.json", json.dumps({"range": limits}) + "\n")
+        note(folder, range=limits)
     except ImageError as error:
         return {"error": [str(error.path), error.reason]}
     texts = {path: str(error) for path, error in bad.items()}
@@ -122,13 +123,15 @@ def _to_scale(train: Folder, evaluation: Folder) -> list[Job]:
                 types.setdefault(header.dtype, item.image)
         if dataset is train and not types:
             types[np.dtype(np.uint8)] = train.items[0].image
+    if train.dtype != np.uint8:
+        return []
     if len(types) > 1:
         (first, path), (second, other) = list(types.items())[:2]
         raise DataError(
             other, f"its values are {second}, but those of {path} are {first}: set `data.range`"
         )
     return [
-        Job(item.image, "image", header.pixels)
+        Job(item.image, "image", header.pixels, len(header.size))
         for item, header in zip(train.items, train.headers, strict=True)
         if header.dtype != np.uint8
     ]
@@ -152,15 +155,55 @@ def _range(found: dict[Path, Found]) -> tuple[tuple[float, float] | None, str]:
 
 def read_range(folder: Path) -> tuple[float, float] | None:
     """The range with which a run was trained; None: on images of 8 bits."""
+    found = noted(folder).get("range")
+    try:
+        return None if found is None else (Scale(*found).low, Scale(*found).high)
+    except (ValueError, TypeError) as error:
+        raise _damaged(folder) from error
+
+
+def statistics(dataset: Dataset, seed: int) -> tuple[list[float], list[float]]:
+    """Mean and deviation of each channel over some training examples; of 8 bits as 0 to 1."""
+    sums = np.zeros((3, dataset.shape[-1]))
+    unit = 255 if dataset.dtype == np.uint8 else 1
+    axes = tuple(range(len(dataset.shape) - 1))
+    for index in np.random.default_rng(seed).permutation(len(dataset))[:_MOST_EXAMPLES]:
+        image, _ = dataset.example(int(index), np.random.default_rng([seed, int(index)]))
+        values = image.astype(np.float64) / unit
+        sums += [
+            values.sum(axes),
+            (values**2).sum(axes),
+            np.full(len(sums[0]), values[..., 0].size),
+        ]
+    mean = sums[0] / sums[2]
+    deviation = np.sqrt(np.maximum(sums[1] / sums[2] - mean**2, 0))
+    return mean.tolist(), np.where(deviation > 0, deviation, 1).tolist()
+
+
+def note(folder: Path, **found: Any) -> None:
+    """Keep what was found out about the data, for prediction and for a run that goes on."""
+    kept = {**noted(folder), **found}
+    write_atomically(folder / "data.json", json.dumps(kept) + "\n")
+
+
+def noted(folder: Path) -> dict[str, Any]:
+    """What was found out about the data of a run."""
     file = folder / "data.json"
     if not file.is_file():
-        return None
+        return {}
     try:
-        found = json.loads(file.read_text())["range"]
-        return None if found is None else (Scale(*found).low, Scale(*found).high)
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            file,
-            'is damaged: it must be {"range": [LOW, HIGH]}, the values that became 0 and 255 in '
-            'training, or {"range": null} if the images were of 8 bits',
-        ) from error
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise _damaged(folder) from error
+    if not isinstance(found, dict):
+        raise _damaged(folder)
+    return found
+
+
+def _damaged(folder: Path) -> DataError:
+    return DataError(
+        folder / "data.json",
+        'is damaged: it must be {"range": [LOW, HIGH]}, the values that became 0 and 255 in '
+        'training, or {"range": null} if the images were of 8 bits; and may hold their "shape" and '
+        '"class_names"',
+    )

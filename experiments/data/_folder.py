@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from ..images import Image, ImageError, open_image
+from ..images import Image, ImageError, open_image, resized
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
-from ._scale import read_bytes
+from ._scale import check_channels, is_nodata, read_pixels
 
 _OPEN_IMAGES = 8
 """Kept open by each thread, with the parts of them that were decoded last."""
@@ -29,12 +30,12 @@ _OPEN_IMAGES = 8
 class Header:
     """Of an image."""
 
-    size: tuple[int, int]
+    size: tuple[int, ...]
     dtype: np.dtype
 
     @property
     def pixels(self) -> int:
-        return self.size[0] * self.size[1]
+        return math.prod(self.size)
 
 
 class Folder(Dataset):
@@ -51,13 +52,16 @@ class Folder(Dataset):
         geometry: Geometry,
         *,
         classes: int,
+        dtype: Any = np.uint8,
         mask_values: Sequence[int] = (),
         ignored_values: Sequence[int] = (),
+        nodata: Sequence[float] = (),
         on_bad_file: str = "error",
     ):
-        self.path, self.geometry, self.masks = found.path, geometry, found.masks
+        self.path, self.geometry = found.path, geometry
+        self.masks, self.targets = found.labels in ("masks", "targets"), found.labels == "targets"
         self.mask_values = tuple(mask_values or range(classes))
-        self.ignored_values = tuple(ignored_values)
+        self.ignored_values, self.nodata = tuple(ignored_values), tuple(nodata)
         if len(self.mask_values) != classes or len(set(self.mask_values)) != classes:
             raise ValueError(
                 f"`mask_values` (={tuple(mask_values)}) must have {classes} values, one for each "
@@ -69,8 +73,8 @@ class Folder(Dataset):
                 f"and be ignored (`ignored` is {self.ignored_values})"
             )
         self._of_thread = threading.local()  # an open file has a position: one reader each
-        size = geometry.size or (1, 1)  # until the images have been looked at
-        label_shape = (geometry.label_size or size) if found.masks else ()
+        size = geometry.size or (1,) * geometry.dimensions  # until the images have been looked at
+        label_shape = size if self.masks else ()
         super().__init__(
             (*size, geometry.channels),
             label_shape,
@@ -78,20 +82,30 @@ class Folder(Dataset):
             augment=geometry.augment,
             on_bad_file=on_bad_file,
         )
+        self.dtype = np.dtype(dtype)
         self.ignored = found.ignored
         self.items, self.headers = self._checked(found)
         if geometry.size is None:
             size = self._common_size()
             self.shape = (*size, geometry.channels)
-            self.label_shape = (geometry.label_size or size) if found.masks else ()
-        self.border = geometry.border(size) if found.masks else (0, 0)
+            self.label_shape = size if self.masks else ()
+        if self.targets:
+            self.label_shape += (classes,)
+            self.label_dtype, self.unlabelled = np.dtype(np.float32), np.nan
+        if found.labels == "tags":
+            self.label_shape, self.label_dtype, self.unlabelled = (
+                (classes,),
+                np.dtype("u1"),
+                IGNORED,
+            )
+        self.class_names[: len(found.class_names)] = found.class_names
 
     def __len__(self) -> int:
         return len(self.items)
 
     @property
     def is_whole(self) -> bool:
-        return all(header.size == self.shape[:2] for header in self.headers)
+        return all(header.size == self.shape[:-1] for header in self.headers)
 
     def name(self, index: int) -> str:
         return self._name(self.items[index].image)
@@ -102,33 +116,50 @@ class Folder(Dataset):
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         item = self.items[index]
         image = self._image(item.image)
-        height, width = self.shape[:2]
-        spare = image.shape[0] - height, image.shape[1] - width
+        spare = [n - m for n, m in zip(image.shape[:-1], self.shape[:-1], strict=True)]
         if min(spare) < 0:
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
-        y, x = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
-        place = slice(y, y + height), slice(x, x + width)
-        values = read_bytes(image, place, self.shape[2], self.scale)
+        starts = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
+        place = tuple(slice(a, a + n) for a, n in zip(starts, self.shape[:-1], strict=True))
+        values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype, self.nodata)
         if not self.masks:
-            return values, np.int32(item.label)
+            return values, self._of_image(item)
         mask = self._image(item.label)
-        y, x = y + self.border[0], x + self.border[1]
-        height, width = self.label_shape
-        return values, self._classes(item.label, mask[y : y + height, x : x + width][..., 0])
+        parts = zip(starts, self.border, self.label_shape, strict=False)
+        place = tuple(slice(a + b, a + b + n) for a, b, n in parts)
+        return values, self.labels(image, mask, place)
+
+    def _of_image(self, item: Item) -> Any:
+        """The label of a whole image: its class, or 0 and 1 for each class."""
+        if isinstance(item.label, tuple):
+            return np.isin(np.arange(self.classes), item.label).astype(np.uint8)
+        return np.int32(item.label)
+
+    def labels(self, image: Image, mask: Image, place: tuple[slice, ...]) -> np.ndarray:
+        """What a window of a mask, or of targets, means; where the image has no data, nothing."""
+        values = mask[place]
+        if self.targets:
+            ignored = np.isin(values, self.ignored_values)
+            found = np.where(ignored, np.nan, values).astype(np.float32)
+        else:
+            found = self._classes(mask.path, values[..., 0])
+        if self.nodata:
+            found[is_nodata(image[place], self.nodata)] = self.unlabelled
+        return found
 
     @contextlib.contextmanager
     def opened(self, index: int) -> Iterator[tuple[Image, Any]]:
         """A whole image, to be read by windows; and its class, or `mask[y0:y1, x0:x1]`."""
         item = self.items[index]
         with contextlib.ExitStack() as stack:
-            image = stack.enter_context(open_image(item.image))
+            image = stack.enter_context(self._open(item.image))
             if not self.masks:
-                yield image, int(item.label)
+                yield image, self._of_image(item)
                 return
-            mask = stack.enter_context(open_image(item.label))
-            if mask.shape[:2] != image.shape[:2]:
+            mask = stack.enter_context(self._open(item.label))
+            if mask.shape[:-1] != image.shape[:-1]:
                 raise DataError(item.label, f"was changed, and is no longer of {item.image}'s size")
-            yield image, _Mask(self, mask)
+            yield image, _Mask(self, image, mask)
 
     def _classes(self, path: Path, mask: np.ndarray) -> np.ndarray:
         classes = np.full(mask.shape, IGNORED, np.uint8)
@@ -159,7 +190,8 @@ class Folder(Dataset):
         counts, ignored = [0] * self.classes, 0
         for item in self.items:
             if not self.masks:
-                counts[item.label] += 1
+                for label in item.label if isinstance(item.label, tuple) else (item.label,):
+                    counts[label] += 1
                 continue
             values = masks[item.label]
             if not isinstance(values, dict):  # it is bad
@@ -184,12 +216,16 @@ class Folder(Dataset):
         self._check_some(kept)
         self.items, self.headers = map(list, zip(*kept, strict=True))
 
+    def _open(self, path: Path) -> Image:
+        image = open_image(path, self.geometry.dimensions)
+        return resized(image, self.geometry.resize) if self.geometry.resize else image
+
     def _image(self, path: Path) -> Image:
         """Opened, or still open. Formats without windows are not kept: they hold all pixels."""
         if not hasattr(self._of_thread, "images"):
             self._of_thread.images = collections.OrderedDict()
         images: collections.OrderedDict[Path, Image] = self._of_thread.images
-        image = images.pop(path, None) or open_image(path)
+        image = images.pop(path, None) or self._open(path)
         if not image.whole:
             images[path] = image
             while len(images) > _OPEN_IMAGES:
@@ -216,32 +252,37 @@ class Folder(Dataset):
 
     def _check(self, item: Item) -> Header:
         """What the headers say, of one image and its mask."""
-        with open_image(item.image) as image:
+        with self._open(item.image) as image:
             shape, dtype = image.shape, image.dtype
-        if shape[2] > 4:
-            raise DataError(item.image, f"has {shape[2]} channels, {shape}, where at most 4 can be")
+        check_channels(item.image, shape[-1], self.geometry.channels)
         size = self.geometry.size
-        if size is not None and (shape[0] < size[0] or shape[1] < size[1]):
+        if size is not None and any(n < m for n, m in zip(shape, size, strict=False)):
             raise DataError(item.image, f"its shape {shape} is smaller than `size`, {size}")
         if isinstance(item.label, Path):
             self._check_mask(item.image, shape, item.label)
-        return Header(shape[:2], dtype)
+        return Header(shape[:-1], dtype)
 
-    def _check_mask(self, image: Path, shape: tuple[int, int, int], path: Path) -> None:
-        with open_image(path) as mask:
-            if mask.shape[2] != 1:
+    def _check_mask(self, image: Path, shape: tuple[int, ...], path: Path) -> None:
+        with self._open(path) as mask:
+            channels = self.classes if self.targets else 1
+            if self.targets and mask.shape[-1] != channels:
+                raise DataError(
+                    path, f"has {mask.shape[-1]} channels, where `data.classes` wants {channels}"
+                )
+            if mask.shape[-1] != channels:
                 raise DataError(
                     path,
-                    f"a mask has one channel, a class for each pixel, but this has {mask.shape[2]}",
+                    "a mask has one channel, a class for each pixel, but this has "
+                    f"{mask.shape[-1]}",
                 )
-            if mask.dtype.kind not in "ui":
+            if mask.dtype.kind not in "ui" and not self.targets:
                 raise DataError(path, f"a mask has integers, but this has {mask.dtype}")
-            if mask.shape[:2] != shape[:2]:
+            if mask.shape[:-1] != shape[:-1]:
                 raise DataError(
                     path, f"its shape {mask.shape} is not that of its image {image}, {shape}"
                 )
 
-    def _common_size(self) -> tuple[int, int]:
+    def _common_size(self) -> tuple[int, ...]:
         first = self.headers[0].size
         for item, header in zip(self.items, self.headers, strict=True):
             if header.size != first:
@@ -256,8 +297,8 @@ class Folder(Dataset):
 class _Mask:
     """A whole mask as classes, `mask[y0:y1, x0:x1]`."""
 
-    def __init__(self, folder: Folder, image: Image):
-        self.folder, self.image = folder, image
+    def __init__(self, folder: Folder, image: Image, mask: Image):
+        self.folder, self.image, self.mask = folder, image, mask
 
-    def __getitem__(self, place: tuple[slice, slice]) -> np.ndarray:
-        return self.folder._classes(self.image.path, self.image[place][..., 0])
+    def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
+        return self.folder.labels(self.image, self.mask, place)

@@ -23,27 +23,31 @@ from ._dataset import DataError
 @dataclasses.dataclass(frozen=True)
 class Item:
     image: Path
-    label: Path | int
-    """A mask's file, or a class."""
+    label: Path | int | tuple[int, ...]
+    """A mask's file, a class, or all classes that there are."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
     path: Path
     items: tuple[Item, ...]
-    masks: bool
+    labels: str
     ignored: int
     """Files that are no images, by their names, or that no label speaks of."""
+    class_names: tuple[str, ...] = ()
+    """Where the labels have names."""
 
 
 def listing(options: Any, split: str, *, seed: int) -> Listing:
     """The files of one split of the folder `options.path`, and their labels.
 
     * `labels="masks"`: `images/NAME.png` goes with `masks/NAME.tif`; suffixes may differ.
+    * `labels="targets"`: the same with `targets/NAME.tif`, numbers instead of classes.
     * `labels="folders"`: `CLASS/NAME.png`. Classes are numbered in alphabetical order.
     * `labels="csv"`: `labels.csv`, in UTF-8, with the columns `file` and `label`. Labels are all
       numbers, from 0, or all names, which are numbered in alphabetical order. Files lie in the
       folder of `labels.csv` or below, or with `files_outside` anywhere.
+    * `labels="tags"`: the same with any number of labels for a file, as `crack;rust`, or none.
 
     If there are folders `train` and `eval` in it, each of this form, they are the splits. If there
     are none, the last `eval_fraction` of the files, shuffled by `seed`, is for evaluation.
@@ -51,8 +55,10 @@ def listing(options: Any, split: str, *, seed: int) -> Listing:
     path, labels, classes = Path(options.path), options.labels, options.classes
     listings = {
         "masks": _with_masks,
+        "targets": functools.partial(_with_masks, kind="target"),
         "folders": _in_class_folders,
         "csv": functools.partial(_in_table, files_outside=options.files_outside),
+        "tags": functools.partial(_with_tags, files_outside=options.files_outside),
     }
     if labels not in listings:
         raise ValueError(f"`labels` (={labels!r}) must be one of {', '.join(map(repr, listings))}")
@@ -75,7 +81,19 @@ def listing(options: Any, split: str, *, seed: int) -> Listing:
             f"{options.eval_fraction}; {ignored} files were ignored; images end in "
             f"{', '.join(SUFFIXES)})",
         )
-    return Listing(path, tuple(items), labels == "masks", ignored)
+    names = _class_names(labels, list(folders.values()) or [path], options.files_outside)
+    return Listing(path, tuple(items), labels, ignored, names)
+
+
+def _class_names(labels: str, folders: list[Path], files_outside: bool) -> tuple[str, ...]:
+    """In the order of their numbers; () if classes have numbers only."""
+    if labels == "folders":
+        return tuple(sorted({e.name for f in folders for e in f.iterdir() if _is_class(e)}))
+    if labels in ("csv", "tags"):
+        rows = [row for f in folders for row in _table(f, files_outside, labels == "tags")]
+        found = {tag for row in rows for tag in (row.tags if labels == "tags" else (row.label,))}
+        return () if any(label.isdecimal() for label in found) else tuple(sorted(found))
+    return ()
 
 
 def _folders_of_splits(path: Path) -> dict[str, Path]:
@@ -92,19 +110,19 @@ Found = list[tuple[list[Item], int]]
 """For each folder, its items, and how many files were ignored."""
 
 
-def _with_masks(folders: list[Path], classes: int) -> Found:
-    if not 2 <= classes <= 255:
+def _with_masks(folders: list[Path], classes: int, kind: str = "mask") -> Found:
+    if kind == "mask" and not 2 <= classes <= 255:
         raise ValueError(f"`classes` (={classes}) of masks must be 2 to 255")
     found = []
     for folder in folders:
         images, ignored = _by_stem(folder / "images")
-        masks, ignored_masks = _by_stem(folder / "masks")
-        for there, absent, kind in ((images, masks, "mask"), (masks, images, "image")):
+        masks, ignored_masks = _by_stem(folder / f"{kind}s")
+        for there, absent, lacking in ((images, masks, kind), (masks, images, "image")):
             alone = sorted(str(there[stem]) for stem in there.keys() - absent.keys())
             if alone:
                 raise DataError(
                     folder,
-                    f"{len(alone)} files have no {kind} of the same name: {_some(alone)}",
+                    f"{len(alone)} files have no {lacking} of the same name: {_some(alone)}",
                 )
         items = [Item(images[stem], masks[stem]) for stem in sorted(images)]
         found.append((items, ignored + ignored_masks))
@@ -113,14 +131,35 @@ def _with_masks(folders: list[Path], classes: int) -> Found:
 
 def _by_stem(folder: Path) -> tuple[dict[str, Path], int]:
     if not folder.is_dir():
-        raise DataError(folder, "there is no such folder; masks need `images` and `masks`")
+        raise DataError(folder, f"there is no such folder; it goes with {_other(folder)}")
     files, ignored = _images(folder)
     stems: dict[str, Path] = {}
     for file in files:
-        if file.stem in stems:
-            raise DataError(folder, f"{stems[file.stem].name} and {file.name} have one name")
-        stems[file.stem] = file
+        stem = file.stem.removesuffix(".ome")
+        if stem in stems:
+            raise DataError(folder, f"{stems[stem].name} and {file.name} have one name")
+        stems[stem] = file
     return stems, ignored
+
+
+def _other(folder: Path) -> str:
+    return "`masks` or `targets`" if folder.name == "images" else "`images`"
+
+
+def _with_tags(folders: list[Path], classes: int, *, files_outside: bool) -> Found:
+    tables = [_table(folder, files_outside, True) for folder in folders]
+    names = sorted({tag for table in tables for row in table for tag in row.tags})
+    numbered = all(name.isdecimal() for name in names)
+    known = list(map(str, range(classes))) if numbered else names
+    if len(known) > classes or not {*names} <= {*known}:
+        raise DataError(
+            tables[0][0].table,
+            f"has {len(names)} labels ({_some(names)}), but `classes` is {classes}",
+        )
+    return [
+        ([Item(row.file, tuple(known.index(tag) for tag in row.tags)) for row in table], 0)
+        for table in tables
+    ]
 
 
 def _in_class_folders(folders: list[Path], classes: int) -> Found:
@@ -189,8 +228,12 @@ class _Row:
     file: Path
     label: str
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        return tuple(t.strip() for t in self.label.split(";") if t.strip())
 
-def _table(folder: Path, files_outside: bool) -> list[_Row]:
+
+def _table(folder: Path, files_outside: bool, may_lack: bool = False) -> list[_Row]:
     path = folder / "labels.csv"
     if not path.is_file():
         raise DataError(path, "there is no such file; it has the columns file,label")
@@ -201,7 +244,7 @@ def _table(folder: Path, files_outside: bool) -> list[_Row]:
         if sorted(header) != ["file", "label"]:
             raise DataError(path, f"line 1: the columns must be file,label, not {','.join(header)}")
         for cells in reader:
-            row = _row(path, reader.line_num, header, cells, files_outside)
+            row = _row(path, reader.line_num, header, cells, (files_outside, may_lack))
             if row.file in rows:
                 raise DataError(
                     path, f"line {row.line}: {row.file} is in line {rows[row.file].line} already"
@@ -214,9 +257,13 @@ def _table(folder: Path, files_outside: bool) -> list[_Row]:
     return list(rows.values())
 
 
-def _row(table: Path, line: int, header: list[str], cells: list[str], outside: bool) -> _Row:
+def _row(
+    table: Path, line: int, header: list[str], cells: list[str], allowed: tuple[bool, bool]
+) -> _Row:
+    outside, may_lack = allowed
     cells = [cell.strip() for cell in cells]
-    if len(cells) != 2 or not all(cells):
+    needed = [c for n, c in zip(header, cells, strict=False) if n == "file" or not may_lack]
+    if len(cells) != 2 or not all(needed):
         found = ",".join(cells) or "a blank line"
         raise DataError(table, f"line {line}: a file and a label, not {found}")
     values = dict(zip(header, cells, strict=True))

@@ -1,14 +1,15 @@
-"""What is read becomes uint8 with 1 or 3 channels.
+"""What is read becomes uint8, or keeps its values in another type; with as many channels as wanted.
 
-Values of 8 bits stay as they are. Of other types, a range (the one that the training images have,
-or one that is given) becomes 0 to 255, linearly, and what lies beyond it 0 or 255. Alpha is
-dropped; grey is repeated for three channels; three channels become grey as their mean, to the
-nearest integer.
+To become uint8, values of 8 bits stay as they are. Of other types, a range (the one that the
+training images have, or one that is given) becomes 0 to 255, linearly, and what lies beyond it 0 or
+255. An image that has as many channels as are wanted keeps them. If not, alpha is dropped, grey is
+repeated for three channels, and three channels become grey as their mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -59,33 +60,78 @@ class Scale:
 
 def colours(values: np.ndarray) -> np.ndarray:
     """Without alpha."""
-    return values[..., : 1 if values.shape[2] < 3 else 3]
+    return values[..., : {2: 1, 4: 3}.get(values.shape[-1], values.shape[-1])]
+
+
+def check_channels(path: Path, found: int, wanted: int) -> None:
+    """Raise an error if an image cannot have as many channels as are wanted."""
+    if found != wanted and (found > 4 or wanted not in (1, 3)):
+        raise ImageError(
+            path,
+            f"has {found} channels, where {wanted} are wanted (`data.channels`); only grey and "
+            "colours become each other",
+        )
 
 
 def as_bytes(values: np.ndarray, channels: int, scale: Scale | None = None) -> np.ndarray:
-    """uint8 with 1 or 3 channels, by the rules above.
+    """uint8 with so many channels, by the rules above.
 
     >>> as_bytes(np.array([[[10, 20, 31, 99]]], np.uint8), 1)
     array([[[20]]], dtype=uint8)
     """
-    values = colours(values)
+    values = values if values.shape[-1] == channels else colours(values)
     if values.dtype != np.uint8:
         if scale is None:
             raise ValueError(f"its values are {values.dtype}, and no range is known for them")
         values = scale.bytes(values)
-    if values.shape[2] == channels:
+    if values.shape[-1] == channels:
         return values
     if channels == 3:
-        return np.repeat(values, 3, axis=2)
-    return ((values.astype(np.uint16).sum(2, keepdims=True) + 1) // 3).astype(np.uint8)
+        return np.repeat(values, 3, axis=-1)
+    return ((values.astype(np.uint16).sum(-1, keepdims=True) + 1) // 3).astype(np.uint8)
 
 
-def read_bytes(
-    image: Image, place: Sequence[slice], channels: int, scale: Scale | None
+def as_they_are(values: np.ndarray, channels: int, dtype: np.dtype) -> np.ndarray:
+    """The same in another type than 8 bits: values keep their meaning, and none is rounded.
+
+    >>> as_they_are(np.array([[[10, 20, 30]]], np.uint16), 1, np.dtype("float32"))
+    array([[[20.]]], dtype=float32)
+    """
+    if not np.can_cast(values.dtype, dtype, "same_kind" if dtype.kind == "f" else "safe"):
+        raise ValueError(f"its values are {values.dtype}, which `data.dtype` ({dtype}) cannot hold")
+    values = values if values.shape[-1] == channels else colours(values)
+    if values.shape[-1] != channels:
+        values = np.repeat(values, 3, -1) if channels == 3 else values.mean(-1, keepdims=True)
+    return values.astype(dtype)
+
+
+def is_nodata(values: np.ndarray, nodata: Sequence[float]) -> np.ndarray:
+    """Where all channels of a pixel have one of these values; `float("nan")` may be one.
+
+    >>> is_nodata(np.array([[[0, 0], [0, 7]]]), (0,))
+    array([[ True, False]])
+    """
+    lacking = np.isin(values, nodata)
+    if values.dtype.kind == "f" and np.isnan(nodata).any():
+        lacking |= np.isnan(values)
+    return lacking.all(-1)
+
+
+def read_pixels(
+    image: Image,
+    place: Sequence[slice],
+    channels: int,
+    scale: Scale | None,
+    dtype: np.dtype,
+    nodata: Sequence[float] = (),
 ) -> np.ndarray:
-    """A window of an image, by the rules above."""
+    """A window of an image, by the rules above; pixels without data become 0."""
     values = image[tuple(place)]
+    if nodata:
+        values = np.where(is_nodata(values, nodata)[..., None], values.dtype.type(0), values)
     try:
-        return as_bytes(values, channels, scale)
+        if dtype == np.uint8:
+            return as_bytes(values, channels, scale)
+        return as_they_are(values, channels, dtype)
     except ValueError as error:
         raise ImageError(image.path, str(error)) from error

@@ -38,6 +38,7 @@ class Job:
     kind: str
     """`"mask"`: how many pixels have each value. `"image"`: the smallest and the largest value."""
     pixels: int
+    dimensions: int = 2
 
 
 Found = dict[int, int] | tuple[float, float] | ImageError
@@ -72,7 +73,7 @@ def scan(jobs: Sequence[Job], kept: Path | None, threads: int) -> dict[Path, Fou
 def _look(job: Job, progress: _Progress) -> tuple[list[int], Found]:
     try:
         state = _state(job.path)  # before it is read: a file that is changed meanwhile is read anew
-        with open_image(job.path) as image:
+        with open_image(job.path, job.dimensions) as image:
             look = {"mask": count_values, "image": value_range}[job.kind]
             return state, look(image, progress)
     except ImageError as error:
@@ -119,11 +120,13 @@ def value_range(image: Image, progress: Callable[[int], Any]) -> tuple[float, fl
 
 def range_of(image: Image) -> tuple[float, float]:
     """The same, with progress."""
-    with _Progress(image.shape[0] * image.shape[1]) as progress:
+    with _Progress(math.prod(image.shape[:-1])) as progress:
         return value_range(image, progress)
 
 
-def windows(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+def windows(
+    shape: Sequence[int], block: Sequence[int], at_once: int = _AT_ONCE
+) -> Iterator[tuple[slice, ...]]:
     """Windows that cover an image, made of whole blocks where these are not too large.
 
     >>> [(y.stop, x.stop) for y, x in windows((3000, 4000), (1, 4000))]
@@ -131,11 +134,20 @@ def windows(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice,
     >>> [(y.stop, x.stop) for y, x in windows((4096, 3000), (2048, 2048))]
     [(2048, 2048), (2048, 3000), (4096, 2048), (4096, 3000)]
     """
+    if len(block) == 1:  # a trace is one row
+        yield from (window[1:] for window in windows((1, *shape), (1, *block), at_once))
+        return
+    if len(block) == 3:  # a volume's planes, block by block
+        for z in range(0, shape[0], block[0]):
+            planes = slice(z, min(z + block[0], shape[0]))
+            for window in windows(shape[1:], block[1:], max(1, at_once // block[0])):
+                yield planes, *window
+        return
     height, width = shape[:2]
     rows, columns = block
-    columns = min(width, columns * max(1, _AT_ONCE // (rows * columns)))
+    columns = min(width, columns * max(1, at_once // (rows * columns)))
     if columns == width:
-        fitting = max(1, _AT_ONCE // width)
+        fitting = max(1, at_once // width)
         rows = fitting if fitting < rows else rows * (fitting // rows)
     for y in range(0, height, rows):
         for x in range(0, width, columns):

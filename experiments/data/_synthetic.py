@@ -4,6 +4,8 @@
 noise, debris that is as bright as cells but smaller, and rings that are as large but hollow. Masks
 are exact. No threshold finds the cells (intersection over union below 0.8); a small U-Net does.
 
+Of three dimensions they are ellipsoids, see `_volumes.py`.
+
 `Textures`: one of a few kinds for an image, see `_textures.py`.
 """
 
@@ -16,6 +18,7 @@ import numpy as np
 
 from ._dataset import Dataset, Geometry
 from ._textures import draw_texture
+from ._volumes import draw_volume
 
 _AREA_PER_CELL = 64 * 64 * 0.45
 """Pixels: about a quarter of the image is cells."""
@@ -73,16 +76,15 @@ class Cells(_Synthetic):
         super().__init__(*arguments, classes=classes, **keywords)
 
     def _label_shape(self) -> tuple[int, ...]:
-        self.border = self.geometry.border(self.geometry.size)
-        return self.geometry.label_size or self.geometry.size
+        return self.geometry.size
 
     def _draw(self, index: int) -> tuple[np.ndarray, Any]:
-        return draw_cells(self._generator(index), *self.shape)
+        draw = draw_cells if len(self.shape) == 3 else draw_volume
+        return draw(self._generator(index), *self.shape)
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         image, mask = self._drawn(index)
-        (top, left), (height, width) = self.border, self.label_shape
-        return image, mask[top : top + height, left : left + width]
+        return image, self.centre(mask)
 
 
 class Textures(_Synthetic):

@@ -11,7 +11,8 @@
 (40, 30, 3) uint8 [0 0 7 7]
 >>> folder.cleanup()
 
-`_base.py` says what an image is, `_open.py`, `_tiff.py` and `_raw.py` read, `_create.py` writes.
+`_base.py` says what an image is, `_open.py`, `_tiff.py`, `_ome.py` and `_raw.py` read, `_resize.py`
+resizes, `_create.py` writes.
 What is wrong with a file is an `ImageError`, which names it.
 """
 
@@ -22,3 +23,4 @@ from ._create import create_image as create_image
 from ._open import SUFFIXES as SUFFIXES
 from ._open import is_image_name as is_image_name
 from ._open import open_image as open_image
+from ._resize import resized as resized

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-Window = tuple[int, int, int, int]
-"""`y0, y1, x0, x1`."""
+Window = tuple[slice, ...]
+"""Along each axis of space, from where to where."""
 
 
 class ImageError(ValueError):
@@ -26,12 +26,14 @@ class ImageError(ValueError):
 class Image:
     """An image on disk; `image[y0:y1, x0:x1]` reads that window as an array (h, w, C).
 
+    A volume is an image with one axis more: `volume[z0:z1, y0:y1, x0:x1]`, (d, h, w, C).
+
     A window reaches at most to the image's edges: beyond them is an `IndexError`, for a window that
     is silently smaller than was asked for would be a wrong result elsewhere.
 
     Attributes:
       path: the file, or the directory of a zarr array.
-      shape: (H, W, C).
+      shape: (H, W, C); of a volume (D, H, W, C).
       dtype: of the windows, in native byte order.
       whole: whether the format has no windows, so that the first read decodes everything.
       block: (h, w) of what is decoded at once: windows that follow blocks decode nothing twice.
@@ -48,15 +50,16 @@ class Image:
         *,
         close: Callable[[], None] = lambda: None,
         block: Sequence[int] = (1, 1),
+        dimensions: int = 2,
     ):
         self.path = path
-        self.shape = image_shape(path, shape)
+        self.shape = image_shape(path, shape, dimensions)
         self.dtype = image_dtype(path, dtype)
-        self.block = min(block[0], self.shape[0]), min(block[1], self.shape[1])
+        self.block = tuple(min(n, m) for n, m in zip(block, self.shape, strict=False))
         self._read, self._close = read, close
 
-    def __getitem__(self, slices: tuple[slice, slice]) -> np.ndarray:
-        window = y0, y1, x0, x1 = window_of(slices, self.path, self.shape)
+    def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
+        window = window_of(slices, self.path, self.shape)
         try:
             values = self._read(window)
         except ImageError:
@@ -66,10 +69,11 @@ class Image:
         except Exception as error:
             raise ImageError(
                 self.path,
-                f"rows {y0} to {y1}, columns {x0} to {x1} cannot be read: the file is truncated or "
-                f"corrupt ({describe(error)})",
+                f"{_described(window)} cannot be read: the file is truncated or corrupt "
+                f"({describe(error)})",
             ) from error
-        return np.array(values, self.dtype).reshape(y1 - y0, x1 - x0, self.shape[2])
+        size = [part.stop - part.start for part in window]
+        return np.array(values, self.dtype).reshape(*size, self.shape[-1])
 
     def close(self) -> None:
         self._close()
@@ -90,16 +94,22 @@ class WholeImage(Image):
     whole = True
 
 
-def image_shape(path: Path, shape: Sequence[int]) -> tuple[int, int, int]:
-    """(H, W) or (H, W, C) as (H, W, C)."""
+_LETTERS = {1: "W", 2: "H, W", 3: "D, H, W"}
+
+
+def image_shape(path: Path, shape: Sequence[int], dimensions: int = 2) -> tuple[int, ...]:
+    """(H, W) or (H, W, C) as (H, W, C); volumes likewise."""
     shape = tuple(int(n) for n in shape)
-    if len(shape) not in (2, 3):
+    if len(shape) not in (dimensions, dimensions + 1):
+        axes = _LETTERS[dimensions]
         raise ImageError(
-            path, f"an image is (H, W) or (H, W, C), but this has {len(shape)} dimensions, {shape}"
+            path,
+            f"{'a volume' if dimensions == 3 else 'an image'} is ({axes}) or ({axes}, C), but this "
+            f"has {len(shape)} dimensions, {shape}",
         )
     if min(shape) < 1:
         raise ImageError(path, f"its shape {shape} holds no pixel")
-    return shape if len(shape) == 3 else (*shape, 1)
+    return shape if len(shape) == dimensions + 1 else (*shape, 1)
 
 
 def image_dtype(path: Path, dtype: Any) -> np.dtype:
@@ -112,23 +122,35 @@ def image_dtype(path: Path, dtype: Any) -> np.dtype:
     return dtype.newbyteorder("=")
 
 
-def window_of(
-    slices: tuple[slice, slice], path: Path, shape: tuple[int, int, int]
-) -> tuple[int, int, int, int]:
-    """The bounds of `image[y0:y1, x0:x1]`, which must lie inside the image."""
-    if not (isinstance(slices, tuple) and [type(s) for s in slices] == [slice, slice]):
-        raise IndexError(f"{path}: an image is indexed as image[y0:y1, x0:x1], not with {slices!r}")
-    bounds = []
+def window_of(slices: tuple[slice, ...], path: Path, shape: tuple[int, ...]) -> Window:
+    """`image[y0:y1, x0:x1]` with all bounds, which must lie inside the image."""
+    axes = len(shape) - 1
+    if not (isinstance(slices, tuple) and [type(s) for s in slices] == [slice] * axes):
+        wanted = {1: "x0:x1", 2: "y0:y1, x0:x1", 3: "z0:z1, y0:y1, x0:x1"}[axes]
+        raise IndexError(f"{path}: an image is indexed as image[{wanted}], not with {slices!r}")
+    window = []
     for axis, (part, size) in enumerate(zip(slices, shape, strict=False)):
         start = 0 if part.start is None else int(part.start)
         stop = size if part.stop is None else int(part.stop)
         if part.step not in (None, 1) or not 0 <= start <= stop <= size:
             raise IndexError(
-                f"{path}: {'rows' if axis == 0 else 'columns'} {start} to {stop} (step "
-                f"{part.step or 1}) are no window of an image of shape {shape}"
+                f"{path}: {_AXES[axis - axes]} {start} to {stop} (step {part.step or 1}) are no "
+                f"window of an image of shape {shape}"
             )
-        bounds += [start, stop]
-    return tuple(bounds)
+        window.append(slice(start, stop))
+    return tuple(window)
+
+
+_AXES = ("planes", "rows", "columns")
+
+
+def _described(window: Window) -> str:
+    """
+    >>> _described((slice(0, 4), slice(2, 3)))
+    'rows 0 to 4, columns 2 to 3'
+    """
+    names = _AXES[-len(window) :]
+    return ", ".join(f"{n} {p.start} to {p.stop}" for n, p in zip(names, window, strict=True))
 
 
 def require(module: str, path: Path) -> types.ModuleType:

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ import numpy as np
 from ._base import ImageError, image_shape, require, window_of
 
 _CHUNK = 512
-"""Side of a zarr chunk: a window of a network's output touches few of them."""
+"""Side of a zarr chunk or TIFF tile: a window of a network's output touches few of them."""
+_CHUNK_OF_VOLUME = 64
+_TIFF = (".tif", ".tiff")
 
 
 class WritableImage:
@@ -29,17 +31,17 @@ class WritableImage:
     what was written instead.
     """
 
-    def __init__(self, path: Path, temporary: Path, array: Any, shape: tuple[int, int, int]):
+    def __init__(self, path: Path, temporary: Path, array: Any, shape: tuple[int, ...]):
         self.path, self.shape, self.dtype = path, shape, _dtype_of(array)
-        self._temporary, self._array = temporary, array
+        self._temporary, self._array, self._packed = temporary, array, _temporary_name(path)
 
-    def __setitem__(self, slices: tuple[slice, slice], values: Any) -> None:
+    def __setitem__(self, slices: tuple[slice, ...], values: Any) -> None:
         if self._array is None:
             raise ValueError(f"{self.path}: is closed, and can no longer be written to")
-        y0, y1, x0, x1 = window_of(slices, self.path, self.shape)
+        place = window_of(slices, self.path, self.shape)
         values = np.asarray(values)
-        window = (y1 - y0, x1 - x0, self.shape[2])
-        if values.shape not in (window, window[:2] if window[2] == 1 else window):
+        window = (*(p.stop - p.start for p in place), self.shape[-1])
+        if values.shape not in (window, window[:-1] if window[-1] == 1 else window):
             raise ValueError(
                 f"{self.path}: values of shape {values.shape} for the window {slices}, which is "
                 f"{window}"
@@ -49,7 +51,7 @@ class WritableImage:
                 f"{self.path}: values of dtype {values.dtype} would lose digits in an image of "
                 f"dtype {self.dtype}: convert them first"
             )
-        target = self._array[y0:y1, x0:x1]
+        target = self._array[place]
         values = values.reshape(target.shape).astype(self.dtype, copy=False)
         if isinstance(self._array, np.ndarray):
             target[...] = values
@@ -62,6 +64,13 @@ class WritableImage:
             return
         if isinstance(self._array, np.memmap):
             self._array.flush()
+        if self.path.suffix.lower() in _TIFF:
+            try:
+                _pack(self.path, self._packed, self._array)
+                os.replace(self._packed, self._temporary)
+            except BaseException:
+                self.abandon()
+                raise
         self._array = None
         if self._temporary.is_dir() and self.path.exists():
             older = _temporary_name(self.path)
@@ -75,6 +84,7 @@ class WritableImage:
         """Removes what was written."""
         self._array = None
         _remove(self._temporary)
+        _remove(self._packed)
 
     def __enter__(self) -> WritableImage:
         return self
@@ -86,25 +96,32 @@ class WritableImage:
             self.abandon()
 
 
-def create_image(path: str | Path, shape: Sequence[int], dtype: Any) -> WritableImage:
+def create_image(
+    path: str | Path, shape: Sequence[int], dtype: Any, dimensions: int = 2
+) -> WritableImage:
     """Creates an image to write windows of, in any order: `with create_image(...) as image`.
 
     Args:
-      path: `.tif` or `.tiff` (BigTIFF, uncompressed), `.npy`, or `.zarr` (version 2, compressed).
-      shape: (H, W) or (H, W, C).
+      path: `.tif` or `.tiff` (BigTIFF, tiled and compressed; until it is closed its pixels take
+        their full size beside it), `.npy`, or `.zarr` (version 2, compressed).
+      shape: (H, W) or (H, W, C); of a volume (D, H, W) or (D, H, W, C).
       dtype: integers or floats.
+      dimensions: 2, or 3 for a volume, which is written as `.npy` or `.zarr`.
     """
     path = Path(path)
-    creators = {".tif": _create_tiff, ".tiff": _create_tiff, ".npy": _create_npy}
-    creators[".zarr"] = _create_zarr
+    creators = {**dict.fromkeys(_TIFF, _create_npy), ".npy": _create_npy, ".zarr": _create_zarr}
     suffix = path.suffix.lower()
     if suffix not in creators:
         raise ImageError(path, f"an image can be written as {', '.join(creators)}, not {suffix!r}")
     if not path.parent.is_dir():
         raise ImageError(path, f"there is no folder {path.parent} to write it in")
-    shape, dtype = image_shape(path, shape), np.dtype(dtype)
+    shape, dtype = image_shape(path, shape, dimensions), np.dtype(dtype)
     if dtype.kind not in "uif":
         raise ImageError(path, f"an image has integers or floats, not {dtype}")
+    if suffix in _TIFF and dimensions != 2:
+        raise ImageError(path, "a volume can be written as .npy or .zarr")
+    if suffix in _TIFF:
+        require("tifffile", path)  # now, not when all is computed
     temporary = _temporary_name(path)
     try:
         array = creators[suffix](path, temporary, shape, dtype.newbyteorder("="))
@@ -116,25 +133,48 @@ def create_image(path: str | Path, shape: Sequence[int], dtype: Any) -> Writable
     return WritableImage(path, temporary, array, shape)
 
 
-def _create_tiff(path: Path, temporary: Path, shape: tuple[int, int, int], dtype: np.dtype) -> Any:
+def _pack(path: Path, packed: Path, array: np.ndarray) -> None:
+    """Write an array as a TIFF of compressed tiles, which are compressed by several threads."""
     tifffile = require("tifffile", path)
-    colour = shape[2] in (3, 4) and dtype in (np.uint8, np.uint16)
-    arguments = {"photometric": "rgb" if colour else "minisblack", "metadata": None}
-    if shape[2] > 1:
+    height, width, channels = array.shape
+    colour = channels in (3, 4) and array.dtype in (np.uint8, np.uint16)
+    arguments: dict[str, Any] = {"photometric": "rgb" if colour else "minisblack"}
+    if channels > 1:
         arguments["planarconfig"] = "contig"
-    if shape[2] == 4 and colour:
+    if channels == 4 and colour:
         arguments["extrasamples"] = ["unassalpha"]
-    stored = shape if shape[2] > 1 else shape[:2]
-    return tifffile.memmap(temporary, shape=stored, dtype=dtype, bigtiff=True, **arguments)
+    # As many samples a pixel as a TIFF wants: one is no axis.
+    stored = array if channels > 1 else array[..., 0]
+
+    def tiles() -> Iterator[np.ndarray]:
+        for y in range(0, height, _CHUNK):
+            for x in range(0, width, _CHUNK):
+                part = stored[y : y + _CHUNK, x : x + _CHUNK]
+                missing = [(0, _CHUNK - n) for n in part.shape[:2]]
+                yield np.pad(part, [*missing, *[(0, 0)] * (part.ndim - 2)])
+
+    tifffile.imwrite(
+        packed,
+        tiles(),
+        shape=stored.shape,
+        dtype=stored.dtype,
+        bigtiff=True,
+        tile=(_CHUNK, _CHUNK),
+        compression="zlib",
+        metadata=None,
+        maxworkers=os.cpu_count(),
+        **arguments,
+    )
 
 
-def _create_npy(path: Path, temporary: Path, shape: tuple[int, int, int], dtype: np.dtype) -> Any:
+def _create_npy(path: Path, temporary: Path, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     return np.lib.format.open_memmap(temporary, "w+", dtype, shape)
 
 
-def _create_zarr(path: Path, temporary: Path, shape: tuple[int, int, int], dtype: np.dtype) -> Any:
+def _create_zarr(path: Path, temporary: Path, shape: tuple[int, ...], dtype: np.dtype) -> Any:
     tensorstore = require("tensorstore", path)
-    chunks = [min(_CHUNK, shape[0]), min(_CHUNK, shape[1]), shape[2]]
+    side = _CHUNK if len(shape) < 4 else _CHUNK_OF_VOLUME
+    chunks = [*(min(side, n) for n in shape[:-1]), shape[-1]]
     return tensorstore.open(
         {
             "driver": "zarr",

@@ -7,11 +7,12 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from ._base import Image, ImageError, WholeImage, Window, describe, image_shape, require
+from ._ome import arranged, multiscale
 from ._raw import RawArray
 from ._tiff import open_tiff
 
@@ -30,8 +31,11 @@ _PILLOW_READERS = {
 }
 
 
-def open_image(path: str | Path) -> Image:
+def open_image(path: str | Path, dimensions: int = 2) -> Image:
     """Opens an image to read windows of it: `open_image(path)[y0:y1, x0:x1]`, (h, w, C).
+
+    With `dimensions=3` it is a volume: a `.tif` of as many pages as it has planes, `.npy` or
+    `.zarr`; with 1 a trace.
 
     The values are those in the file. Palette images give their indices and 1-bit images 0 and 1,
     since that is what masks are made of; rotations in JPEG metadata are not applied.
@@ -39,7 +43,8 @@ def open_image(path: str | Path) -> Image:
     * `.tif`, `.tiff`: tiled and striped, BigTIFF, full resolution of a pyramid; a window decodes
       only the tiles or strips that it touches. Pages of one channel each become channels.
     * `.npy`: (H, W) or (H, W, C); a window reads its bytes.
-    * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C).
+    * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C); or
+      an OME-Zarr group, of which the finest resolution is read.
     * `.png`, `.jpg`, `.jpeg`: these formats have no windows. The first read decodes the whole
       image and keeps it until the image is closed; beyond 2^28 pixels they are refused.
     """
@@ -47,7 +52,7 @@ def open_image(path: str | Path) -> Image:
     if not path.exists():
         raise ImageError(path, "there is no such file")
     if path.is_dir():
-        return _open_zarr(path)
+        return _open_zarr(path, dimensions)
     suffix = path.suffix.lower()
     if suffix not in _OPENERS:
         raise ImageError(
@@ -55,7 +60,9 @@ def open_image(path: str | Path) -> Image:
         )
     if path.stat().st_size == 0:
         raise ImageError(path, "is empty (0 bytes)")
-    return _OPENERS[suffix](path)
+    if dimensions != 2 and suffix in _PILLOW_READERS:
+        raise ImageError(path, "is an image, where a file of another number of axes is wanted")
+    return _OPENERS[suffix](path, dimensions)
 
 
 def is_image_name(path: Path) -> bool:
@@ -63,7 +70,7 @@ def is_image_name(path: Path) -> bool:
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
-def _open_npy(path: Path) -> Image:
+def _open_npy(path: Path, dimensions: int) -> Image:
     try:
         with open(path, "rb") as file:
             shape, transposed, dtype = _npy_header(file)
@@ -74,12 +81,11 @@ def _open_npy(path: Path) -> Image:
         raise ImageError(
             path, f"is not an array in .npy format, or is truncated ({describe(error)})"
         ) from error
-    image_shape(path, shape)
+    image_shape(path, shape, dimensions)
     array = RawArray(path, dtype, shape[::-1] if transposed else shape, offset)
 
     def read(window: Window) -> np.ndarray:
-        y0, y1, x0, x1 = window
-        slices = [(y0, y1), (x0, x1), *((0, n) for n in shape[2:])]
+        slices = [(p.start, p.stop) for p in window] + [(0, n) for n in shape[dimensions:]]
         return array.read(*slices[::-1]).T if transposed else array.read(*slices)
 
     return Image(
@@ -88,7 +94,10 @@ def _open_npy(path: Path) -> Image:
         dtype,
         read,
         close=array.close,
-        block=(shape[0], 1) if transposed else (1, shape[1]),
+        block=(shape[0], *[1] * (dimensions - 1))
+        if transposed
+        else (*[1] * (dimensions - 1), shape[dimensions - 1]),
+        dimensions=dimensions,
     )
 
 
@@ -99,7 +108,9 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     return np.lib.format.read_array_header_2_0(file)
 
 
-def _open_zarr(path: Path) -> Image:
+def _open_zarr(path: Path, dimensions: int) -> Image:
+    found = multiscale(path)
+    path, axes = found or (path, None)
     if (path / "zarr.json").exists():
         driver = "zarr3"
     elif (path / ".zarray").exists():
@@ -116,21 +127,25 @@ def _open_zarr(path: Path) -> Image:
     try:
         array = tensorstore.open({"driver": driver, "kvstore": store}, read=True).result()
         dtype = array.dtype.numpy_dtype
+        array = array if axes is None else arranged(path, array, axes, dimensions)
+    except ImageError:
+        raise
     except Exception as error:
         raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
     chunk = array.chunk_layout.read_chunk.shape
     _check_memory(path, chunk, dtype, 1)
 
     def read(window: Window) -> np.ndarray:
-        y0, y1, x0, x1 = window
-        touched = _parts(y0, y1, chunk[0]) * _parts(x0, x1, chunk[1])
+        parts = zip(window, chunk, strict=False)
+        touched = math.prod(_parts(p.start, p.stop, n) for p, n in parts)
         if touched * math.prod(chunk) * dtype.itemsize < _LARGE:
-            return _cut(array, window).read().result()
+            return array[window].read().result()
         with _one_large_read:
             _check_memory(path, chunk, dtype, touched)
-            return _cut(array, window).read().result()
+            return array[window].read().result()
 
-    return Image(path, array.shape, dtype, read, block=chunk[:2])
+    block = chunk[:dimensions]
+    return Image(path, array.shape, dtype, read, block=block, dimensions=dimensions)
 
 
 def _parts(start: int, stop: int, size: int) -> int:
@@ -170,7 +185,7 @@ def free_memory() -> int | None:
     return min(found, default=None)
 
 
-def _open_with_pillow(path: Path) -> Image:
+def _open_with_pillow(path: Path, dimensions: int) -> Image:
     module, reader = _PILLOW_READERS[path.suffix.lower()]
     reader = getattr(require(f"PIL.{module}", path), reader)
     try:
@@ -205,18 +220,13 @@ def _open_with_pillow(path: Path) -> Image:
         with lock:
             if not held:
                 held.append(decode())
-            return _cut(held[0], window)
+            return held[0][window]
 
     shape = (height, width, channels)
     return WholeImage(path, shape, dtype, read, close=held.clear, block=(1, width))
 
 
-def _cut(array: Any, window: Window) -> Any:
-    y0, y1, x0, x1 = window
-    return array[y0:y1, x0:x1]
-
-
-_OPENERS: dict[str, Callable[[Path], Image]] = {
+_OPENERS: dict[str, Callable[[Path, int], Image]] = {
     ".tif": open_tiff,
     ".tiff": open_tiff,
     ".npy": _open_npy,

@@ -31,22 +31,24 @@ _PLAIN_KINDS = ("generic", "uniform", "shaped")
 _JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
 
 
-def open_tiff(path: Path) -> Image:
-    """The first image of a TIFF at its full resolution."""
+def open_tiff(path: Path, dimensions: int = 2) -> Image:
+    """The first image of a TIFF at its full resolution; of a volume, a page is a plane."""
     tifffile = require("tifffile", path)
     try:
         file = tifffile.TiffFile(path)
     except Exception as error:
         raise ImageError(path, f"is not a TIFF, or is corrupt ({describe(error)})") from error
     try:
-        reader = _Reader(path, file, _pages(path, file))
+        reader = _Reader(path, file, _pages(path, file, dimensions), dimensions)
+        segment = (1, reader.shape[-2]) if reader.raw else reader.segment
         return Image(
             path,
             reader.shape,
             reader.dtype,
             reader.read,
             close=reader.close,
-            block=(1, reader.shape[1]) if reader.raw else reader.segment,
+            block=(1, *segment) if dimensions == 3 else segment,
+            dimensions=dimensions,
         )
     except Exception as error:
         file.close()
@@ -55,8 +57,8 @@ def open_tiff(path: Path) -> Image:
         raise ImageError(path, f"its header is corrupt ({describe(error)})") from error
 
 
-def _pages(path: Path, file: Any) -> list[Any]:
-    """The pages that make up the image: one, or one for each channel."""
+def _pages(path: Path, file: Any, dimensions: int) -> list[Any]:
+    """The pages that make up the image: one, or one for each channel; or one for each plane."""
     if not file.series:
         raise ImageError(path, "is a TIFF without an image in it")
     first, *others = file.series
@@ -69,21 +71,29 @@ def _pages(path: Path, file: Any) -> list[Any]:
     page = level.keyframe
     separate, depth, *_, contiguous = page.shaped
     stack = math.prod(level.shape) != len(pages) * math.prod(page.shaped) or None in pages
-    if depth > 1 or stack or (len(pages) > 1 and separate * contiguous > 1):
+    planes = dimensions == 3 and separate == 1
+    if (
+        dimensions == 1
+        or depth > 1
+        or stack
+        or (len(pages) > 1 and separate * contiguous > 1 and not planes)
+    ):
         raise ImageError(
             path,
             f"holds a stack of images, shape {tuple(level.shape)} (axes {level.axes}); save each "
-            "image in its own file",
+            "image in its own file, or set `data.dimensions` to 3 if it is a volume",
         )
     return pages
 
 
 class _Reader:
-    def __init__(self, path: Path, file: Any, pages: list[Any]):
-        self.path, self.file, self.pages = path, file, pages
+    def __init__(self, path: Path, file: Any, pages: list[Any], dimensions: int):
+        self.path, self.file, self.pages, self.volume = path, file, pages, dimensions == 3
         self.page = page = pages[0].keyframe
         self.separate, _, height, width, self.contiguous = page.shaped
         self.shape = (height, width, len(pages) * self.separate * self.contiguous)
+        if self.volume:
+            self.shape = (len(pages), height, width, self.contiguous)
         if page.dtype is None:
             raise ImageError(
                 path, f"{page.bitspersample} bits per sample are not supported; use 8, 16 or 32"
@@ -122,7 +132,7 @@ class _Reader:
         if not all(page.is_memmappable for page in self.pages):
             return None
         dtype = np.dtype(self.file.byteorder + self.dtype.char)
-        shape = (self.separate, *self.shape[:2], self.contiguous)
+        shape = (self.separate, *self.shape[-3:-1], self.contiguous)
         return [RawArray(self.path, dtype, shape, page.dataoffsets[0]) for page in self.pages]
 
     def close(self) -> None:
@@ -131,20 +141,24 @@ class _Reader:
             array.close()
 
     def read(self, window: Window) -> np.ndarray:
-        y0, y1, x0, x1 = window
-        planes = len(self.pages) * self.separate
-        values = np.empty((planes, y1 - y0, x1 - x0, self.contiguous), self.dtype)
-        for plane in range(planes):
+        *depth, rows, columns = window
+        planes = range(len(self.pages) * self.separate)[depth[0] if depth else slice(None)]
+        size = rows.stop - rows.start, columns.stop - columns.start
+        values = np.empty((len(planes), *size, self.contiguous), self.dtype)
+        for i, plane in enumerate(planes):
             page, sample = divmod(plane, self.separate)
             if self.raw is not None:
-                slices = (sample, sample + 1), (y0, y1), (x0, x1), (0, self.contiguous)
-                values[plane] = self.raw[page].read(*slices)[0]
+                bounds = [(p.start, p.stop) for p in (rows, columns)]
+                slices = (sample, sample + 1), *bounds, (0, self.contiguous)
+                values[i] = self.raw[page].read(*slices)[0]
             elif values.size:
-                self._fill(values[plane], window, page, sample)
-        return np.moveaxis(values, 0, 2).reshape(y1 - y0, x1 - x0, self.shape[2])
+                self._fill(values[i], (rows, columns), page, sample)
+        if self.volume:
+            return values
+        return np.moveaxis(values, 0, 2).reshape(*size, self.shape[2])
 
     def _fill(self, values: np.ndarray, window: Window, page: int, sample: int) -> None:
-        y0, y1, x0, x1 = window
+        (y0, y1), (x0, x1) = ((p.start, p.stop) for p in window)
         height, width = self.segment
         for row in range(y0 // height, (y1 - 1) // height + 1):
             for column in range(x0 // width, (x1 - 1) // width + 1):

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from ..data import Scale
+from ..tasks import Task
 
 _FARTHEST = 256  # pixels that an image may be continued by
 
 
 class PredictionError(ValueError):
     """Why this network cannot be applied to this image. The text is for the user."""
+
+
+class Learned(Protocol):
+    """What is known of a network, as `training.learner` has it."""
+
+    spatial: int
+    pixels: Any
+    task: Task
+
+    @property
+    def lost(self) -> int:
+        """By how many positions scores are fewer than pixels along an axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +38,21 @@ class Network:
     """Of weights and images of 8 bits: (B, h, w, classes), or (B, classes)."""
     weights: Any
     channels: int
-    classes: Sequence[str]
-    output_size: Callable[[int], int] | None
-    """Of the map of scores, along an axis of the image; None: there is no map."""
+    learned: Learned
+    classes: Sequence[str] = ()
+    """Their names."""
     scale: Scale | None = None
     """Of pixels that are not of 8 bits."""
+    values: Sequence[int] = ()
+    """Of each class in masks; (): its number."""
+    nodata: Sequence[float] = ()
+    """Values of pixels without data."""
+    resize: int = 0
+    """Pixels along a side that it was trained with; 0: images as they are."""
 
-    def size_error(self, height: int, width: int) -> str | None:
+    def size_error(self, *size: int) -> str | None:
         """Why it does not take an image of this size."""
-        shape = jax.ShapeDtypeStruct((1, height, width, self.channels), jnp.uint8)
+        shape = jax.ShapeDtypeStruct((1, *size, self.channels), self.learned.pixels)
         try:
             jax.eval_shape(self.scores, self.weights, shape)
         except (ValueError, TypeError) as error:
@@ -43,37 +61,37 @@ class Network:
 
     def fitting(self, n: int) -> int:
         """The first size from `n` on that it takes."""
+        axes = self.learned.spatial
         for size in range(n, n + _FARTHEST):
-            if self.size_error(size, size) is None:
+            if self.size_error(*(size,) * axes) is None:
                 return size
-        raise PredictionError(self.size_error(n, n))
+        raise PredictionError(self.size_error(*(n,) * axes))
 
 
 @dataclasses.dataclass(frozen=True)
 class Map:
     """Where in the image the result of a network that segments lies."""
 
-    padded: tuple[int, int]
+    padded: tuple[int, ...]
     """The size that the network sees."""
-    size: tuple[int, int]
+    size: tuple[int, ...]
     """The size of the result."""
-    offset: tuple[int, int]
+    offset: tuple[int, ...] = ()
     """The pixel of the image that the result's first one belongs to."""
 
     @classmethod
     def of(cls, network: Network, shape: Sequence[int]) -> Map:
-        padded = tuple(network.fitting(n) for n in shape[:2])
-        size = tuple(network.output_size(n) for n in shape[:2])
+        sizes, lost = shape[: network.learned.spatial], network.learned.lost
+        padded = tuple(network.fitting(n) for n in sizes)
+        size = tuple(n - lost for n in sizes)
         if min(size) < 1:
-            needed = next(n for n in range(1, 1 << 20) if network.output_size(n) > 0)
             raise PredictionError(
-                f"an image of {times(shape)} pixels is too small: the network needs at least "
-                f"{needed} along each axis"
+                f"an image of {times(sizes)} pixels is too small: the network needs at least "
+                f"{lost + 1} along each axis"
             )
-        offset = tuple((n - network.output_size(n)) // 2 for n in padded)
-        return cls(padded, size, offset)
+        return cls(padded, size, (lost // 2,) * len(sizes))
 
 
 def times(size: Sequence[int]) -> str:
     """A size as people write it: `30 x 40`."""
-    return f"{size[0]} x {size[1]}"
+    return " x ".join(map(str, size))

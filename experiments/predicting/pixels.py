@@ -4,49 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..data import Scale, read_bytes
+from ..data import Scale, check_channels, read_pixels
 from ..images import Image, ImageError
 from .network import PredictionError
 
 
 class Pixels:
-    """An image as a network takes it: a batch of one, 8 bits a channel, of at least its size."""
-
-    dtype = np.dtype(np.uint8)
+    """An image as a network takes it: a batch of one, in its type, of at least its size."""
 
     def __init__(
-        self, image: Image, size: tuple[int, int], channels: int, scale: Scale | None = None
+        self,
+        image: Image,
+        size: tuple[int, ...],
+        channels: int,
+        scale: Scale | None = None,
+        dtype: Any = np.uint8,
+        nodata: Sequence[float] = (),
     ):
+        check_channels(image.path, image.shape[-1], channels)
         self.image, self.shape, self.scale = image, (1, *size, channels), scale
+        self.dtype, self.nodata = np.dtype(dtype), nodata
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
         # Beyond the image's last row and column there is that row and column again.
         inside = [
             slice(min(p.start, n - 1), min(p.stop, n))
-            for p, n in zip(place[1:3], self.image.shape, strict=False)
+            for p, n in zip(place[1:-1], self.image.shape, strict=False)
         ]
         missing = [
             (0, (p.stop - p.start) - (q.stop - q.start))
-            for p, q in zip(place[1:3], inside, strict=True)
+            for p, q in zip(place[1:-1], inside, strict=True)
         ]
-        values = read_bytes(self.image, inside, self.shape[3], self.scale)
+        values = read_pixels(
+            self.image, inside, self.shape[-1], self.scale, self.dtype, self.nodata
+        )
         return np.pad(values, (*missing, (0, 0)), mode="edge")[None]
 
 
 class Unbatched:
-    """A sink for a batch of one that writes to an image."""
+    """A sink for a batch of one that writes to an image; instead of classes, their values."""
 
-    def __init__(self, image: Any):
-        self.image = image
+    def __init__(self, image: Any, values: np.ndarray | None = None):
+        self.image, self.values, self.axes = image, values, len(image.shape) - 1
 
     def __setitem__(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
         with writing(self.image.path):
-            self.image[place[1:3]] = tile[0]
+            self.image[place[1 : 1 + self.axes]] = (
+                tile[0] if self.values is None else self.values[tile[0]]
+            )
+
+
+def table(values: Sequence[int]) -> np.ndarray:
+    """The values of classes, in the smallest type that holds them."""
+    return np.array(values, np.result_type(*map(np.min_scalar_type, values)))
 
 
 @contextlib.contextmanager
@@ -59,9 +74,3 @@ def writing(out: str | os.PathLike) -> Iterator[None]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise PredictionError(f"{out} cannot be written: {reason}") from error
-
-
-def check_image(image: Image) -> None:
-    """Raise an error for what training refuses too."""
-    if image.shape[2] > 4:
-        raise ImageError(image.path, f"has {image.shape[2]} channels, where at most 4 can be")

@@ -15,7 +15,7 @@ import jaxtile
 from ..images import Image, create_image
 from ..program.ending import undone
 from .network import Map, Network, PredictionError
-from .pixels import Pixels, Unbatched, check_image, writing
+from .pixels import Pixels, Unbatched, table, writing
 
 Progress = Callable[[int, int], Any]
 
@@ -30,40 +30,51 @@ def segment(
     progress: Progress | None = None,
 ) -> Map:
     """Write the class of each pixel, or the probabilities of all classes in the given type."""
-    check_image(image)
     area = Map.of(network, image.shape)
-    height, width = area.size
-    classes = np.uint8 if len(network.classes) <= 256 else np.uint16
+    task, space = network.learned.task, tuple(range(1, 1 + len(area.size)))
 
     def result(weights: Any, images: jax.Array) -> jax.Array:
-        scores = network.scores(weights, images)[:, :height, :width]
+        scores = network.scores(weights, images)
+        scores = scores[(slice(None), *(slice(n) for n in area.size))]
         if probabilities:
-            return jax.nn.softmax(scores).astype(probabilities)
-        return scores.argmax(-1).astype(classes)
+            return task.probabilities(scores).astype(probabilities)
+        return task.predict(scores)
 
-    shape = (*area.size, len(network.classes)) if probabilities else area.size
+    source = _pixels(network, image, area.padded)
+    shapes = jax.ShapeDtypeStruct(source.shape, source.dtype)
+    made = jax.eval_shape(result, network.weights, shapes)
     tiles = tuple(math.ceil(n / tile) for n in area.size)
-    run = jaxtile.stream(result, in_axes=(None, (1, 2)), tiles=tiles)
+    run = jaxtile.stream(result, in_axes=(None, space), tiles=tiles)
     with writing(out):
-        created = create_image(out, shape, probabilities or classes)
+        values = None if probabilities or not network.values else table(network.values)
+        dtype = made.dtype if values is None else values.dtype
+        created = create_image(out, made.shape[1:], dtype, dimensions=len(area.size))
     with created as written, undone(written.abandon):
-        source = Pixels(image, area.padded, network.channels, network.scale)
-        run(network.weights, source, out=Unbatched(written), progress=progress)
+        run(network.weights, source, out=Unbatched(written, values), progress=progress)
     return area
 
 
 def classify(
     network: Network, image: Image, *, tile: int, progress: Progress | None = None
 ) -> np.ndarray:
-    """The probability of each class, of the whole image."""
-    check_image(image)
-    size = image.shape[:2]
+    """The probability of each class, of the whole image; or what else its task predicts."""
+    size, task = image.shape[:-1], network.learned.task
     if error := network.size_error(*size):
         raise PredictionError(error)
+
+    def result(weights: Any, images: jax.Array) -> jax.Array:
+        scores = network.scores(weights, images)
+        return (task.probabilities(scores) if task.has_probabilities else task.predict(scores))[0]
+
     run = jaxtile.stream(
-        lambda weights, images: jax.nn.softmax(network.scores(weights, images))[0],
-        in_axes=(None, (1, 2)),
+        result,
+        in_axes=(None, tuple(range(1, 1 + len(size)))),
         tiles=tuple(math.ceil(n / tile) for n in size),
     )
-    source = Pixels(image, size, network.channels, network.scale)
+    source = _pixels(network, image, size)
     return np.asarray(run(network.weights, source, progress=progress))
+
+
+def _pixels(network: Network, image: Image, size: tuple[int, ...]) -> Pixels:
+    given = network.channels, network.scale, network.learned.pixels, network.nodata
+    return Pixels(image, size, *given)

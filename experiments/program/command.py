@@ -35,7 +35,10 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
 
     def parse(argv: Sequence[str]) -> Sequence[str]:
         _check_overrides(argv)
-        return app.parse_flags_with_usage(list(argv))
+        try:
+            return flags.FLAGS(list(argv))
+        except flags.Error as error:  # absl would add its usage, and FATAL
+            raise ConfigError(" ".join(str(error).split())) from error
 
     with sentences(stopped, ConfigError):
         app.run(main, flags_parser=parse)

@@ -10,6 +10,7 @@ import difflib
 import importlib.util
 import math
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ import policies
 
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
+KINDS = ("cells", "textures", "folder")
+TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
+PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
 FREE = ("policy", "mesh", "checkpoint.", "log.", "eval.tile")
 
@@ -29,14 +33,19 @@ class ConfigError(ValueError):
 
 
 _DATA = {
-    "kind": "cells",  # cells, textures or folder
+    "kind": "cells",  # cells, textures, folder, or your own: package.module:Name
+    "options": {},  # more arguments of your own
     "path": "",
-    "labels": "masks",  # masks, folders or csv
+    "labels": "masks",  # masks, targets, folders, csv or tags
+    "dimensions": 2,  # of images; 3: volumes
     "size": 256,  # of the window that is read; 0: whole images
+    "resize": 0,  # whole images to so many pixels a side first, to classify them; 0: as they are
     "channels": 1,
-    "classes": 2,
+    "dtype": "uint8",  # of pixels; what files hold becomes 8 bits
+    "classes": 2,  # or numbers that the model gives
     "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
     "ignored": (),  # values of masks that do not count, as (255,)
+    "nodata": (),  # values of pixels without data, whose labels do not count, as (0,)
     "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
     "files_outside": False,  # labels.csv may name files outside its folder
     "train_images": 64,
@@ -45,7 +54,7 @@ _DATA = {
     "augment": False,
     "on_bad_file": "error",  # or skip
     "placement": "auto",  # of a batch while its step runs: device, host, or what fits a budget
-    "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1
+    "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1; (): of the training images
     "std": (0.25,),
 }
 
@@ -67,8 +76,11 @@ def base(model: str, **options: Any) -> ConfigDict:
     """All fields with their defaults. `options` are those of the model's class."""
     config = ConfigDict(
         {
-            # The model's name, and arguments of its class.
+            # The model's name, or your own: package.module:Name; and arguments of its class.
             "model": {"name": model, **options},
+            # What its scores mean: auto, segmentation, classification, multi_label, regression, or
+            # your own; auto: segmentation or classification, whichever the scores are for.
+            "task": "auto",
             # What is stored and recomputed: see `policies.names()`.
             "policy": "store_all",
             # Whether the images of a batch are tiles too.
@@ -76,6 +88,8 @@ def base(model: str, **options: Any) -> ConfigDict:
             # Of activations; weights and optimiser are float32.
             "dtype": "float32",
             "seed": 0,
+            # The workdir of another run, to begin with its best weights.
+            "start_from": "",
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: slower, but going on gives the same bits
             "data": _DATA,
@@ -116,19 +130,27 @@ def sweep(models: tuple[str, ...], **options: Any) -> ConfigDict:
 
 def check(config: ConfigDict) -> None:
     """Raise an error if a field's value cannot work, whatever the data."""
-    _one_of(config, "model.name", models.names())
+    for name, what, known in (
+        ("model.name", "model", models.names()),
+        ("data.kind", "kind of data", KINDS),
+        ("task", "task", TASKS),
+    ):
+        try:
+            models.find(_value(config, name), dict.fromkeys(known), what)
+        except ValueError as error:
+            raise ConfigError(f"`{name}`: {error}") from error
     _one_of(config, "dtype", ("float32", "bfloat16"))  # float16 would need its loss scaled
-    _one_of(config, "data.kind", ("cells", "textures", "folder"))
-    _one_of(config, "data.labels", ("masks", "folders", "csv"))
+    _one_of(config, "data.labels", ("masks", "targets", "folders", "csv", "tags"))
     _one_of(config, "data.on_bad_file", ("error", "skip"))
     _one_of(config, "data.placement", ("auto", "device", "host"))
-    _one_of(config, "data.channels", (1, 3))
+    _one_of(config, "data.dimensions", (1, 2, 3))
+    _one_of(config, "data.dtype", PIXELS)
     _one_of(config, "train.optimiser", OPTIMISERS)
     _one_of(config, "train.schedule", SCHEDULES)
     for name in (
         *("train.steps", "train.batch_size", "eval.batch_size", "eval.tile", "log.every"),
         *("checkpoint.every", "checkpoint.keep", "data.classes", "train.learning_rate"),
-        *("data.train_images", "data.eval_images"),
+        *("data.train_images", "data.eval_images", "data.channels"),
     ):
         _require(config, name, lambda n: 0 < n < math.inf, "be positive and finite")
     for name in ("eval.every", "train.warmup_steps", "train.weight_decay", "train.clip_norm"):
@@ -136,12 +158,10 @@ def check(config: ConfigDict) -> None:
     for name in ("train.ema", "data.eval_fraction", "train.momentum"):
         _require(config, name, lambda n: 0 <= n < 1, "be at least 0 and less than 1")
     for name in ("data.mean", "data.std"):
-        allowed = (1, config.data.channels)
-        _require(
-            config, name, lambda t: len(t) in allowed, f"have {allowed[0]} or {allowed[1]} values"
-        )
+        allowed = (0, 1, config.data.channels)
+        _require(config, name, lambda t: len(t) in allowed, f"have 1 or {allowed[2]} values, or 0")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
-    _require(config, "data.classes", lambda n: 2 <= n <= 255, "be from 2 to 255")
+    _require(config, "data.classes", lambda n: n <= 255, "be at most 255")
     for name in ("data.size", "eval.size"):
         _require(config, name, lambda n: n >= 0, "not be negative; 0: whole images")
     for name in ("data.mask_values", "data.ignored"):
@@ -153,10 +173,21 @@ def check(config: ConfigDict) -> None:
         "be a smaller and a larger number, as (0, 4095), or () for the range that is found",
     )
     _require(config, "seed", lambda n: 0 <= n < 2**31, "be at least 0 and less than 2**31")
-    if config.eval.size and config.data.kind != "folder":
+    if config.eval.size and config.data.kind in ("cells", "textures"):
         raise ConfigError(
             f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
             "`data.size` pixels, and are evaluated whole"
+        )
+    if config.data.resize and (
+        config.data.kind != "folder"
+        or config.data.labels in ("masks", "targets")
+        or config.data.dimensions != 2
+        or not 0 < config.data.size <= config.data.resize
+    ):
+        raise ConfigError(
+            f"`data.resize` (={config.data.resize}) is for files of classes (`data.labels` "
+            "folders, csv or tags), and must be at least `data.size` "
+            f"(={config.data.size}), which must not be 0"
         )
     if config.data.kind == "folder" and not config.data.path:
         raise ConfigError("`data.kind` is 'folder', so `data.path` must name one")
@@ -164,6 +195,14 @@ def check(config: ConfigDict) -> None:
         policies.resolve(config.policy)
     except ValueError as error:
         raise ConfigError(f"`policy`: {error}") from error
+
+
+def with_defaults(config: ConfigDict) -> ConfigDict:
+    """The config of an older run, with the fields that there were not then."""
+    full = base(config.model.name).unlock()
+    full.model = config.model
+    full.update({k: v for k, v in config.items() if k != "model"})
+    return full
 
 
 def fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -188,6 +227,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         f"{name}: {old.get(name)!r} there, {new.get(name)!r} here"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name)
+        and repr(old.get(name)) != repr(new.get(name))  # not a number is not itself
         and not any(name == f or (f.endswith(".") and name.startswith(f)) for f in free)
     ]
 
@@ -205,7 +245,12 @@ def load(path: str) -> ConfigDict:
         spec.loader.exec_module(module)
         return module.get_config()
     except (AttributeError, KeyError, TypeError, SyntaxError, ImportError) as error:
-        raise ConfigError(f"{file}: {' '.join(str(a) for a in error.args)}") from error
+        text = " ".join(str(a) for a in error.args)
+        # A misspelt field: all others, which ml_collections lists, help nobody.
+        text = re.sub(
+            r" Other fields present:.*(?=Did you mean)| Other fields.*", " ", text, flags=re.S
+        )
+        raise ConfigError(f"{file}: {' '.join(text.split())}") from error
 
 
 def _value(config: ConfigDict, name: str) -> Any:

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 
+_SILENT_SECONDS = 30.0  # between two lines of a bar
 _QUIET_SECONDS = 8.0  # after which a line says that the same is still going on
 
 
@@ -104,19 +105,22 @@ class Now:
 
 
 class Bar:
-    """Counts from `start` to `total`; without a terminal it prints a line every so many counts."""
+    """Counts from `start` to `total`; without a terminal it prints a line every so many counts, and
+    every half a minute at the latest.
+    """
 
     def __init__(
         self, what: str, total: int, *, start: int = 0, every: int = 1, file: TextIO | None = None
     ):
         self.what, self.total, self.done, self.every = what, total, start, every
         self.file = file or sys.stdout
-        self.began, self.start, self.paused = time.perf_counter(), start, 0.0
+        self.began, self.start = time.perf_counter(), start
+        self._said = self.began
         self._bar = None
         if self.file.isatty():
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(),
+                BarColumn(bar_width=12),  # in 80 columns, the text is what matters
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(),
@@ -131,7 +135,8 @@ class Bar:
                 Now.shown.hide()
             self._bar.start()
             self._bar.update(self._task, completed=self.done, text=text)
-        elif self.done % self.every < count or self.done >= self.total:
+        elif self.done % self.every < count or self.done >= self.total or self._is_late():
+            self._said = time.perf_counter()
             self.say(f"{self.what} {self.done}/{self.total}  {text}{self._remaining()}")
 
     def say(self, line: str) -> None:
@@ -140,6 +145,9 @@ class Bar:
             self._bar.console.print(line, highlight=False, markup=False)
         else:
             print(line, file=self.file, flush=True)
+
+    def _is_late(self) -> bool:
+        return time.perf_counter() - self._said > _SILENT_SECONDS
 
     def _remaining(self) -> str:
         each = (time.perf_counter() - self.began) / max(1, self.done - self.start)

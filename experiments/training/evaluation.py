@@ -17,8 +17,8 @@ import jaxtile
 
 from .. import data
 from ..devices.hosts import Devices
+from .learner import Learner, Weights
 from .step import Step, batch_shapes
-from .task import Counts, Task, Weights, metrics
 from .whole_files import WholeFiles
 
 _SMALLEST_TILE = 128  # pixels along a side: below, tiles are mostly halo
@@ -35,42 +35,44 @@ class Evaluation:
 
     def __init__(self, step: Step, dataset: data.Dataset, most_bytes: int):
         began = time.perf_counter()
-        self.task, self.devices, self.dataset = step.task, step.devices, dataset
-        files, self.text = what(self.task, dataset, self.devices)
+        self.learner, self.devices, self.dataset = step.learner, step.devices, dataset
+        files, self.text = what(self.learner, dataset, self.devices)
         self._counts = self._batches
         if files is None:
-            batch = batch_shapes(dataset, self.task.config.eval.batch_size)
+            batch = batch_shapes(dataset, self.learner.config.eval.batch_size)
             self.tile, traced = tile_within(step, batch, most_bytes, self.devices)
             self._program = traced.lower().compile()
         else:
-            example = files.example(self.task.config.eval.tile)
+            example = files.example(self.learner.config.eval.tile)
             self.tile, _ = tile_within(step, example, most_bytes, Devices())
             self._counts = lambda weights: files(weights, self.tile)
         self.compile_seconds = time.perf_counter() - began
 
     def __call__(self, weights: Weights) -> dict[str, Any]:
-        return metrics(self._counts(weights))
+        return self.learner.metrics(self._counts(weights))
 
-    def _batches(self, weights: Weights) -> list[Counts]:
+    def _batches(self, weights: Weights) -> list[dict[str, Any]]:
         found = []
-        for batch in data.evaluation(self.dataset, self.task.config.eval.batch_size):
+        for batch in data.evaluation(self.dataset, self.learner.config.eval.batch_size):
             placed = map(self.devices.placed, (batch.images, batch.labels))
             found.append(jax.device_get(self._program(weights, *placed)))
         return found
 
 
 def what(
-    task: Task, dataset: data.Dataset, devices: Devices | None = None
+    learner: Learner, dataset: data.Dataset, devices: Devices | None = None
 ) -> tuple[WholeFiles | None, str]:
     """Whole files, if they are what is evaluated; and a text for the user."""
     number = f"{len(dataset)} held-out image{'s' if len(dataset) > 1 else ''}"
     if dataset.is_whole:
         return None, f"{number}, whole"
-    height, width = dataset.shape[:2]
-    window = f"the central {height} x {width} pixels of each of {number}"
-    if task.config.eval.size:
+    size = " x ".join(map(str, dataset.shape[:-1]))
+    window = f"the central {size} pixels of each of {number}"
+    if learner.config.eval.size:
         return None, f"{window}, as `eval.size` says"
-    files = WholeFiles(task, devices or Devices(), dataset)
+    if not isinstance(dataset, data.Folder):
+        return None, window
+    files = WholeFiles(learner, devices or Devices(), dataset)
     if refused := files.refused():
         return None, f"{window}; the model does not take them whole: {refused}"
     text, sizes = f"{number}, whole, tile by tile", len(files.sizes)
@@ -89,11 +91,11 @@ def tile_within(
 
     What a mesh's devices hold is not asked for.
     """
-    task, tile = step.task, step.task.config.eval.tile
+    learner, tile = step.learner, step.learner.config.eval.tile
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.state))
     images = sum(x.size * x.dtype.itemsize for x in batch)
     while True:
-        traced = _traced(task, step.state.weights, batch, tile, devices)
+        traced = _traced(learner, step.state.weights, batch, tile, devices)
         if devices.mesh is not None or tile < 2 * _SMALLEST_TILE:
             return tile, traced
         needed = state + images + jaxtile.compiled_bytes(traced.lower()).temporaries
@@ -102,8 +104,8 @@ def tile_within(
         tile //= 2
 
 
-def _traced(task: Task, weights: Any, batch: Any, tile: int, devices: Devices) -> Any:
-    evaluation = task.evaluation(batch[0].shape, tile, devices)
+def _traced(learner: Learner, weights: Any, batch: Any, tile: int, devices: Devices) -> Any:
+    evaluation = learner.evaluation(batch[0].shape, tile, devices)
     return jax.jit(evaluation, out_shardings=devices.replicated).trace(
         devices.typed(weights, replicated=True), *devices.typed(batch, replicated=False)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class Clock:
 
     def __init__(self, workdir: Workdir, batch_size: int, shape: tuple[int, ...]):
         self.workdir, self.images = workdir, batch_size
-        self.megapixels = batch_size * shape[0] * shape[1] / 1e6
+        self.megapixels = batch_size * math.prod(shape[:-1]) / 1e6
         self._first, self._begin, self._load = True, 0.0, 0.0
         self._reset()
 

@@ -43,7 +43,7 @@ class OutOfMemory:
     def _advice(self, error: Exception) -> str:
         """The policy and its bytes; then a plan for most of the memory, tried by compiling it."""
         step, limit = self.step, memory_limit()
-        text = step.task.config.policy
+        text = step.learner.config.policy
         lines = [f"out of memory: {str(error).splitlines()[0]}"]
         policy = policies.resolve(text) if self.policy is None else self.policy
         needs = format_bytes(jaxtile.compiled_bytes(step.traced(policy).lower()).total)

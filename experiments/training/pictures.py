@@ -17,6 +17,8 @@ from matplotlib.patches import Rectangle
 
 from jaxtile import Explanation
 
+from ..tasks import Task
+
 _MOST_PIXELS = 1024  # along a side of what is drawn
 
 
@@ -31,14 +33,14 @@ def loss_curve(lines: Sequence[dict[str, Any]], quality: str, path: pathlib.Path
     left.set(xlabel="step", ylabel="loss", ylim=(0, None))
     right = left.twinx()
     right.plot(steps, [x[quality] for x in evals], "s--", color="C2", label=quality)
-    right.set(ylabel=quality, ylim=(0, 1))
+    right.set(ylabel=quality, ylim=(None, 1))
     handles = [h for axis in (left, right) for h in axis.get_legend_handles_labels()[0]]
     left.legend(handles=handles, loc="center right")
     _save(figure, path)
 
 
-def predictions(rows: Sequence[tuple[Any, Any, Any]], classes: int, path: pathlib.Path) -> None:
-    """Image, truth and prediction, a row each; truth and prediction are maps or numbers."""
+def predictions(rows: Sequence[tuple[Any, Any, Any]], task: Task, path: pathlib.Path) -> None:
+    """Image, truth and prediction, a row each; the task knows how to draw the latter two."""
     figure, axes = plt.subplots(
         len(rows), 3, figsize=(9, 3 * len(rows)), squeeze=False, layout="constrained"
     )
@@ -50,17 +52,8 @@ def predictions(rows: Sequence[tuple[Any, Any, Any]], classes: int, path: pathli
             axis.set_title(title, fontsize=9)
             if title == "image":
                 _show(axis, value)
-            elif np.ndim(value) == 0:
-                axis.text(0.5, 0.5, f"class {value}", ha="center", va="center", fontsize=14)
             else:
-                shown = np.where(value == 255, np.nan, value.astype(float))
-                axis.imshow(
-                    _thinned(shown),
-                    vmin=0,
-                    vmax=max(1, classes - 1),
-                    cmap="viridis",
-                    interpolation="nearest",
-                )
+                task.draw(axis, _thinned(_plane(value, image.ndim - 1)) if task.dense else value)
     _save(figure, path)
 
 
@@ -74,7 +67,7 @@ def tile_grid(image: np.ndarray, explained: Explanation, path: pathlib.Path) -> 
         for region in explained.regions
         if isinstance(region.grid, tuple)
         for use in region.reads
-        if image.shape[:2] == tuple(use.shape[-3:-1])
+        if image.ndim == 3 and image.shape[:2] == tuple(use.shape[-3:-1])
     ]
     if not found:
         return False
@@ -112,11 +105,27 @@ def _box(edges: tuple[float, float, float, float], color: str, style: str) -> Re
 
 
 def _show(axis: Axes, image: np.ndarray, **options: Any) -> None:
-    image = _thinned(image)
-    if image.shape[-1] == 1:
-        axis.imshow(image[..., 0], cmap="gray", vmin=0, vmax=255, **options)
-    else:
+    """Three channels of 8 bits are colours; of anything else the first channel is shown in grey."""
+    image = _thinned(_plane(image, image.ndim - 1))
+    if image.shape[-1] == 3 and image.dtype == np.uint8:
         axis.imshow(image, **options)
+        return
+    limits = {"vmin": 0, "vmax": 255} if image.dtype == np.uint8 else {}
+    axis.imshow(image[..., 0].astype(float), cmap="gray", **limits, **options)
+
+
+def _plane(array: np.ndarray, dimensions: int) -> np.ndarray:
+    """Of a volume, its three middle planes side by side; of a trace, a band."""
+    if dimensions == 1:
+        return np.repeat(array[None], max(1, len(array) // 8), axis=0)
+    if dimensions == 2:
+        return array
+    middle = [array.take(n // 2, axis=d) for d, n in enumerate(array.shape[:3])]
+    height = max(plane.shape[0] for plane in middle)
+    padded = [
+        np.pad(p, [(0, height - p.shape[0]), (0, 2), *[(0, 0)] * (p.ndim - 2)]) for p in middle
+    ]
+    return np.concatenate(padded, axis=1)
 
 
 def _thinned(image: np.ndarray) -> np.ndarray:

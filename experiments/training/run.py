@@ -13,11 +13,12 @@ from ..program.config import ConfigError
 from ..program.progress import Now
 from .evaluation import Evaluation
 from .feed import Sent, placed
+from .learner import Learner
 from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data
 from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
-from .task import Task
+from .trained import load_trained
 from .workdir import Workdir
 
 
@@ -33,18 +34,21 @@ class Run:
     def __init__(self, config: ConfigDict, workdir: Workdir, devices: Devices, now: Now):
         self.config, self.workdir, self.devices = config, workdir, devices
         now("tracing the model")
-        self.task = Task(config)
+        self.learner = Learner(config)
         now("looking at the data")
-        self.train_set, self.eval_set = examined_data(self.task, workdir.path, devices)
+        self.train_set, self.eval_set = examined_data(self.learner, workdir.path, devices)
         optimiser, self.learning_rate = make_optimiser(config)
         shapes = batch_shapes(self.train_set, config.train.batch_size)
         shapes, where = placed(shapes, config, devices)
         if where:
             print(where, flush=True)
-        self.step = Step(self.task, optimiser, shapes, devices)
+        self.step = Step(self.learner, optimiser, shapes, devices)
         now("making weights, or restoring them")
         self.saved = Saved(workdir.path, config.checkpoint.keep, devices)
         self.done, self.state, self.record = self.saved.restore(self.step)
+        if self.done == 0 and config.start_from:
+            self.state = self.step.begun_with(load_trained(config.start_from).weights)
+            print(f"beginning with the weights of {config.start_from}", flush=True)
         self.total = config.train.steps
         if self.done > self.total:
             raise ConfigError(
@@ -110,7 +114,7 @@ class Run:
         """Metrics over the held-out images; the weights are kept if they are the best so far."""
         result = {"step": self.done, "split": "eval", **self.evaluation(self.state.weights)}
         self.workdir.write(result)
-        quality, best = result[self.task.quality], self.record["best"]
+        quality, best = result[self.learner.task.quality], self.record["best"]
         if quality is not None and (best is None or quality > best["quality"]):
             self.record["best"] = {"step": self.done, "quality": quality}
             self.saved.save_best(self.done, self.state, self.record)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import json
 import os
 import pathlib
 import platform
@@ -11,70 +11,114 @@ import zlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from .. import data
 from ..devices.hosts import Devices
 from ..images import ImageError
 from ..program.config import ConfigError
-from .task import Task
+from .learner import Learner
 
 _ALGORITHMS = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name for it
 
 
 def examined_data(
-    task: Task, folder: pathlib.Path, devices: Devices
+    learner: Learner, folder: pathlib.Path, devices: Devices
 ) -> tuple[data.Dataset, data.Dataset]:
     """Both splits, after a look at their files; what was found is printed."""
     with Refusal():
-        train_set, eval_set = load_data(task)
+        train_set, eval_set = load_data(learner)
         found = data.examine(
             train_set,
             eval_set,
             folder,
-            limits=task.config.data.range,
+            limits=learner.config.data.range,
             share=devices.made_by_first,
         )
-    print("\n".join([describe(task, train_set, eval_set), *found]), flush=True)
+    found += _normalise(learner, train_set, folder, devices)
+    if devices.is_first:
+        data.note(
+            folder,
+            shape=train_set.shape,
+            class_names=train_set.class_names,
+            mean=learner.mean,
+            std=learner.std,
+        )
+    print("\n".join([describe(learner, train_set, eval_set), *found]), flush=True)
     return train_set, eval_set
 
 
-def load_data(task: Task) -> tuple[data.Dataset, data.Dataset]:
+def _normalise(
+    learner: Learner, train_set: data.Dataset, folder: pathlib.Path, devices: Devices
+) -> list[str]:
+    """Find out mean and deviation of each channel, if the config leaves them to the data."""
+    if learner.mean and learner.std:
+        return []
+
+    def found() -> str:
+        begun = any(folder.glob("checkpoints/[0-9]*"))
+        kept = data.noted(folder) if begun else {}
+        if "mean" in kept:
+            return json.dumps([kept["mean"], kept["std"]])
+        return json.dumps(data.statistics(train_set, learner.config.seed))
+
+    mean, std = json.loads(devices.made_by_first(found))
+    learner.mean, learner.std = learner.mean or tuple(mean), learner.std or tuple(std)
+    shown = [" ".join(f"{v:.4g}" for v in values) for values in (learner.mean, learner.std)]
+    return [f"pixels have mean {shown[0]} and deviation {shown[1]}"]
+
+
+def load_data(learner: Learner) -> tuple[data.Dataset, data.Dataset]:
     """Both splits; the labels are as large as the model's output."""
-    config = task.config
-    masks = config.data.kind == "cells" or (config.data.kind, config.data.labels) == (
-        "folder",
-        "masks",
-    )
-    if task.segments != masks:
-        raise ConfigError(
-            f"the model {config.model.name!r} {'segments' if task.segments else 'classifies'}, but "
-            f"the data (kind {config.data.kind!r}) {'are masks' if masks else 'are classes'}"
-        )
+    config = learner.config
     window = {"train": None, "eval": config.eval.size or None}  # None: `data.size`
-    load = functools.partial(data.load, config.data, seed=config.seed)
-    found = [load(split, size=size) for split, size in window.items()]
-    for dataset in found:
-        task.check_size(dataset.shape)
-    if task.segments:
-        sizes = [tuple(map(task.output_size, d.shape[:2])) for d in found]
-        found = [
-            dataset
-            if size == dataset.label_shape
-            else load(split, size=window[split], label_size=size)
-            for dataset, split, size in zip(found, window, sizes, strict=True)
-        ]
-    return found[0], found[1]
+    train_set, eval_set = (
+        data.load(config.data, split, seed=config.seed, size=size) for split, size in window.items()
+    )
+    learner.image_shape = train_set.shape
+    for dataset in (train_set, eval_set):
+        if dataset.dtype != learner.pixels:
+            raise ConfigError(
+                f"`data.dtype` (={config.data.dtype!r}) is not that of the data, {dataset.dtype}"
+            )
+        learner.check_size(dataset.shape)
+        _check_labels(learner, dataset)
+        dataset.label_dtype = np.dtype(learner.task.label_dtype)
+        dataset.unlabelled = learner.task.unlabelled
+        size = [learner.output_size(n) for n in dataset.shape[:-1]] if learner.task.dense else ()
+        dataset.take_labels(learner.label(size), dense=learner.task.dense)
+    return train_set, eval_set
 
 
-def describe(task: Task, train_set: data.Dataset, eval_set: data.Dataset) -> str:
-    height, width, channels = train_set.shape
-    weights = sum(x.size for x in jax.tree.leaves(jax.eval_shape(task.weights).params))
+def _check_labels(learner: Learner, dataset: data.Dataset) -> None:
+    """What anybody's own data have is seen when they are read."""
+    task = learner.task
+    if isinstance(dataset, data.Own):
+        return
+    if task.dense != dataset.dense:
+        raise ConfigError(
+            f"the model {learner.config.model.name!r} "
+            f"{'segments' if task.dense else 'classifies'}, but the data (kind "
+            f"{learner.config.data.kind!r}) {'are masks' if dataset.dense else 'are classes'}"
+        )
+    channels = len(dataset.label_shape) > (learner.spatial if dataset.dense else 0)
+    if (task.label_dtype, task.label_channels is not None) != (dataset.label_dtype, channels):
+        raise ConfigError(
+            f"`task` (={learner.config.task!r}) and `data.labels` "
+            f"(={learner.config.data.labels!r}) do not go together: regression takes targets, "
+            "multi_label tags, segmentation masks, classification folders or csv"
+        )
+
+
+def describe(learner: Learner, train_set: data.Dataset, eval_set: data.Dataset) -> str:
+    shape = " x ".join(map(str, train_set.shape))
+    weights = sum(x.size for x in jax.tree.leaves(jax.eval_shape(learner.weights).params))
     device = jax.devices()[0].device_kind
     skipped = len(train_set.skipped) + len(eval_set.skipped)
     bad = f" (bad files skipped: {skipped})" if skipped else ""
     return (
-        f"{task.config.model.name}, {weights:,} weights, {task.config.dtype}, on {len(train_set)} "
-        f"images of {height} x {width} x {channels} and {len(eval_set)} to evaluate{bad}; "
+        f"{learner.config.model.name}, {weights:,} weights, {learner.config.dtype}, on "
+        f"{len(train_set)} images of {shape} and {len(eval_set)} to evaluate{bad}; "
         f"{device}, jax {jax.__version__}"
     )
 

@@ -23,7 +23,8 @@ from ..devices.hosts import Devices
 from ..devices.memory import Peak
 from ..program.config import ConfigError
 from ..program.files import write_atomically
-from .task import Task, Weights
+from .checkpoints import flatten, unflatten
+from .learner import Learner, Weights
 
 
 class State(NamedTuple):
@@ -41,10 +42,10 @@ class State(NamedTuple):
         return Weights(self.ema or self.params, self.variables)
 
 
-def new_state(task: Task, optimiser: optax.GradientTransformation) -> State:
+def new_state(learner: Learner, optimiser: optax.GradientTransformation) -> State:
     """Before the first step; a function of the seed."""
-    params, variables = task.weights()
-    average = jax.tree.map(jnp.array, params) if task.config.train.ema else ()
+    params, variables = learner.weights()
+    average = jax.tree.map(jnp.array, params) if learner.config.train.ema else ()
     return State(params, variables, optimiser.init(params), average)
 
 
@@ -81,10 +82,9 @@ def make_optimiser(config: ConfigDict) -> tuple[optax.GradientTransformation, op
 
 def batch_shapes(dataset: Dataset, size: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Of images and labels."""
-    label = jnp.uint8 if dataset.label_shape else jnp.int32
     return (
-        jax.ShapeDtypeStruct((size, *dataset.shape), jnp.uint8),
-        jax.ShapeDtypeStruct((size, *dataset.label_shape), label),
+        jax.ShapeDtypeStruct((size, *dataset.shape), dataset.dtype),
+        jax.ShapeDtypeStruct((size, *dataset.label_shape), dataset.label_dtype),
     )
 
 
@@ -93,31 +93,39 @@ class Step:
 
     def __init__(
         self,
-        task: Task,
+        learner: Learner,
         optimiser: optax.GradientTransformation,
         batch: Any,
         devices: Devices | None = None,
     ):
-        self.task, self.optimiser, self.devices = task, optimiser, devices or Devices()
-        self.state = _strong(jax.eval_shape(lambda: new_state(task, optimiser)))
+        self.learner, self.optimiser, self.devices = learner, optimiser, devices or Devices()
+        self.state = _strong(jax.eval_shape(lambda: new_state(learner, optimiser)))
         self.batch = tuple(batch)
 
     def first_state(self) -> State:
         """Before the first step; a function of the seed."""
         new = jax.jit(
-            lambda: new_state(self.task, self.optimiser), out_shardings=self.devices.replicated
+            lambda: new_state(self.learner, self.optimiser), out_shardings=self.devices.replicated
         )
         made = new.lower()
         # It runs once, and LLVM takes seconds to optimise each of its random numbers.
         return made.compile(compiler_options={"xla_backend_optimization_level": 0})()
 
+    def begun_with(self, weights: Weights) -> State:
+        """Before the first step, with the weights of another run."""
+        for ours, theirs in zip(self.state[:2], weights, strict=True):
+            unflatten(ours, flatten(theirs))  # an error if it is of another model
+        params, variables = jax.tree.map(jnp.asarray, tuple(weights))
+        average = jax.tree.map(jnp.array, params) if self.state.ema else ()
+        return State(params, variables, self.optimiser.init(params), average)
+
     def traced(self, policy: Any) -> Any:
         """The step under a policy; None: the plain loss, as it was written, on one device."""
         if policy is None:
-            return self._of(self.task.loss).trace(self.state, *_strong(self.batch))
-        axes, devices = self.task.in_axes(2), self.devices
+            return self._of(self.learner.loss).trace(self.state, *_strong(self.batch))
+        axes, devices = self.learner.in_axes(2), self.devices
         options = devices.options(axes[2])
-        loss = jaxtile.checkpoint(self.task.loss, in_axes=axes, policy=policy, **options)
+        loss = jaxtile.checkpoint(self.learner.loss, in_axes=axes, policy=policy, **options)
         state = devices.typed(self.state, replicated=True)
         batch = devices.typed(self.batch, replicated=False)
         return self._of(loss, devices.replicated).trace(state, *batch)
@@ -129,9 +137,9 @@ class Step:
         ahead = self.batch_bytes
         try:
             return policies.plan(
-                self.task.loss,
+                self.learner.loss,
                 *self._loss_arguments,
-                in_axes=self.task.in_axes(2),
+                in_axes=self.learner.in_axes(2),
                 budget=max(1, budget - ahead),
                 step=self._of,
                 step_args=(self.state, *self.batch),
@@ -151,15 +159,15 @@ class Step:
         return sum(x.size * x.dtype.itemsize for x in self.batch if not _hosted(x))
 
     def outline(self) -> jaxtile.policy.Outline:
-        axes = self.task.in_axes(2)
-        return jaxtile.policy.outline(self.task.loss, *self._loss_arguments, in_axes=axes)
+        axes = self.learner.in_axes(2)
+        return jaxtile.policy.outline(self.learner.loss, *self._loss_arguments, in_axes=axes)
 
     @property
     def _loss_arguments(self) -> tuple[Any, ...]:
         return (self.state.params, self.state.variables, *self.batch)
 
     def _of(self, loss: Callable[..., Any], place: Any = None) -> Callable[..., Any]:
-        decay = self.task.config.train.ema
+        decay = self.learner.config.train.ema
 
         def averaged(ema: Any, params: Any) -> Any:
             return jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, ema, params)

@@ -14,24 +14,26 @@ from policies import format_bytes
 
 from ..program.files import write_atomically
 from ..program.progress import Now
-from . import pictures
+from . import page, pictures
 from .run import Run
 from .step import Step
 from .workdir import Workdir
 
 _EXAMPLES = 3  # in the picture of predictions
-_QUALITY = ("loss", "accuracy", "mean_iou", "mean_dice", "iou", "counted")
 
 
 def write(run: Run, now: Now) -> str:
-    """Write `summary.json`, the pictures and `summary.txt`, which it returns."""
+    """Write `summary.json`, the pictures, `report.html` and `summary.txt`, which it returns."""
     folder = run.workdir.path
     now("compiling the plain step, to compare its bytes")
     found = facts(run)
     write_atomically(folder / "summary.json", json.dumps(found, indent=1) + "\n")
     now("drawing pictures")
     drawn = draw(run)
-    text = "\n".join(f"{name:10} {text}" for name, text in rows(run, found, drawn))
+    lines = rows(run, found)
+    report = page.write(folder, lines, found["quality"], run.train_set.class_names, drawn)
+    lines.append(("pictures", ", ".join(map(str, [*drawn, report]))))
+    text = "\n".join(f"{name:10} {text}" for name, text in lines)
     write_atomically(folder / "summary.txt", text + "\n")
     return text
 
@@ -43,7 +45,7 @@ def facts(run: Run) -> dict[str, Any]:
     peak = program.peak.observed()  # before the plain step is compiled
     return {
         "step": last["step"],
-        "quality": {k: last[k] for k in _QUALITY},
+        "quality": {k: v for k, v in last.items() if k not in ("step", "split")},
         "evaluated": run.evaluation.text,
         "best": run.record["best"],
         "policy": run.config.policy,
@@ -85,21 +87,21 @@ def speed(workdir: Workdir) -> dict[str, float]:
 
 def draw(run: Run) -> list[pathlib.Path]:
     """The pictures; returns their files."""
-    task, dataset, folder = run.task, run.evaluation.dataset, run.workdir.path
-    pictures.loss_curve(run.workdir.metrics(), task.quality, folder / "loss.png")
+    learner, dataset, folder = run.learner, run.evaluation.dataset, run.workdir.path
+    pictures.loss_curve(run.workdir.metrics(), learner.task.quality, folder / "loss.png")
     examples = [dataset.example(i, None) for i in range(min(_EXAMPLES, len(dataset)))]
-    predict = jax.jit(task.prediction((1, *dataset.shape), run.evaluation.tile))
+    predict = jax.jit(learner.prediction((1, *dataset.shape), run.evaluation.tile))
     weights = jax.tree.map(np.asarray, run.state.weights)
     shown = [
         (image, label, np.asarray(predict(weights, image[None]))[0]) for image, label in examples
     ]
-    pictures.predictions(shown, run.config.data.classes, folder / "predictions.png")
+    pictures.predictions(shown, learner.task, folder / "predictions.png")
     explained = jaxtile.explain(
-        task.loss,
+        learner.loss,
         run.step.state.params,
         run.step.state.variables,
         *run.step.batch,
-        in_axes=task.in_axes(2),
+        in_axes=learner.in_axes(2),
         policy=run.policy,
     )
     tiled = pictures.tile_grid(examples[0][0], explained, folder / "tiles.png")
@@ -110,10 +112,10 @@ def draw(run: Run) -> list[pathlib.Path]:
 Rows = list[tuple[str, str]]
 
 
-def rows(run: Run, found: dict[str, Any], drawn: list[pathlib.Path]) -> Rows:
+def rows(run: Run, found: dict[str, Any]) -> Rows:
     """The lines of `summary.txt`: what each is about, and its text."""
-    task, best = run.task, found["best"]
-    counted, *warnings = task.describe_counts(found["quality"])
+    task, best = run.learner.task, found["best"]
+    counted, *warnings = task.remarks(found["quality"])
     scale = run.eval_set.scale
     if scale is not None and (cut := scale.beyond()):
         warnings.append(f"warning: {cut}")
@@ -134,7 +136,7 @@ def rows(run: Run, found: dict[str, Any], drawn: list[pathlib.Path]) -> Rows:
         lines.append(("speed", text))
     if found["skipped_files"]:
         lines.append(("skipped", f"{found['skipped_files']} bad files"))
-    return [*lines, ("pictures", ", ".join(map(str, drawn)))]
+    return lines
 
 
 def _of_memory(run: Run, size: dict[str, Any]) -> Rows:

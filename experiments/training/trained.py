@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from ..program.config import ConfigError
+from .. import data
+from ..program.config import ConfigError, with_defaults
 from .checkpoints import CheckpointError, Checkpoints, Restored, unflatten
-from .task import Task, Weights
+from .learner import Learner, Weights
 from .workdir import read_config
 
 
@@ -19,13 +20,13 @@ from .workdir import read_config
 class Trained:
     """A trained model, as it was at its best."""
 
-    task: Task
+    learner: Learner
     weights: Weights
     step: int
 
     @property
     def config(self) -> ConfigDict:
-        return self.task.config
+        return self.learner.config
 
 
 def load_trained(workdir: str | pathlib.Path) -> Trained:
@@ -34,7 +35,11 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not the folder of a training run")
     try:
-        task = Task(ConfigDict(read_config(folder)))
+        settings = with_defaults(ConfigDict(read_config(folder)))
+        noted = data.noted(folder)
+        learner = Learner(settings, noted.get("shape"))
+        learner.mean = learner.mean or tuple(noted["mean"])
+        learner.std = learner.std or tuple(noted["std"])
     except (AttributeError, KeyError) as error:
         raise ConfigError(f"{folder / 'config.json'} is damaged: {error}") from error
     for name in ("best", "checkpoints"):
@@ -51,17 +56,17 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
                 f"{found.record['best']['step']}: these are the last, of step {found.step}",
                 flush=True,
             )
-        return Trained(task, _weights(task, found), found.step)
+        return Trained(learner, _weights(learner, found), found.step)
     raise ConfigError(f"{folder} has no checkpoint that can be read")
 
 
-def _weights(task: Task, found: Restored) -> Weights:
+def _weights(learner: Learner, found: Restored) -> Weights:
     """Those to evaluate: the moving average, if there is one."""
 
     def within(name: str) -> dict[str, np.ndarray]:
         return {k.removeprefix(name): v for k, v in found.arrays.items() if k.startswith(name)}
 
-    shapes = jax.eval_shape(task.weights)
+    shapes = jax.eval_shape(learner.weights)
     params = within("ema.") or within("params.")
     return Weights(
         unflatten(shapes.params, params), unflatten(shapes.variables, within("variables."))

@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from ..program.config import ConfigError, differences, fields
+from ..program.config import ConfigError, differences, fields, with_defaults
 from ..program.files import Lock, naming, write_atomically
 
 _METRICS = {"step", "loss"}
@@ -50,11 +50,12 @@ class Workdir:
                 f"are the same: mv {proposed} {self.path / 'config.json'}"
             ) from error
         new = _parsed(config.to_json())
-        found = differences(*(dict(fields(ConfigDict(c))) for c in (old, new)))
+        found = differences(*(dict(fields(with_defaults(ConfigDict(c)))) for c in (old, new)))
         if found:
             raise ConfigError(
                 f"{self.path} holds a run with other settings ({'; '.join(found[:5])}): give "
-                "another --workdir, or the settings of that run"
+                "another --workdir, or the settings of that run. To train on from its weights: "
+                f"another --workdir, and --config.start_from={self.path}"
             )
 
     def adopt(self, config: ConfigDict) -> None:

@@ -10,7 +10,7 @@ import pathlib
 from types import EllipsisType
 from typing import Any
 
-from .._amounts import format_bytes
+from .._amounts import format_bytes, format_ms
 from ..policy import Choice, Choices, Outline
 from .picture import draw
 from .stage import PlannedStage
@@ -67,7 +67,7 @@ class Plan:
             stored += f": {format_bytes(s.stored_bytes)}" if names else "-"
             stored += f"; {len(s.passing)} passing" if s.passing else ""
             stored += f"; {len(s.restored)} restored" if s.restored else ""
-            working, ms = format_bytes(s.working_bytes), f"{s.seconds * 1e3:.3g}"
+            working, ms = format_bytes(s.working_bytes), format_ms(s.seconds)
             rows.append((s.first, s.last, str(s.operations), s.mode, stored, working, ms))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = [
@@ -81,11 +81,11 @@ class Plan:
         lines += [
             f"bytes: budget {budget}, estimated {format_bytes(self.estimated_bytes)}, "
             f"compiled {compiled}; plain estimated {format_bytes(self.plain_bytes)}",
-            f"time: estimated {self.seconds * 1e3:.3g} ms, "
+            f"time: estimated {format_ms(self.seconds)} ms, "
             f"{self.seconds / self.plain_seconds:.2f}x plain, with the costs of {self.device}",
         ]
         if self.measured_seconds is not None:
-            lines[-1] += f"; a step was run and took {self.measured_seconds * 1e3:.3g} ms"
+            lines[-1] += f"; a step was run and took {format_ms(self.measured_seconds)} ms"
         if self.source not in ("solver", "descent"):
             lines[-1] += f"; this is the policy {self.source!r}"
         return "\n".join(lines)

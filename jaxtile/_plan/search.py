@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._amounts import format_bytes
+from .._amounts import format_bytes, format_ms
 from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
@@ -142,8 +142,8 @@ class Search:
                 self.say(f"plan: this schedule did not run here: {str(error).splitlines()[0]}")
                 continue
             self.say(
-                f"plan: a step of {len(rival.stages)} stages takes {times[rival] * 1e3:.3g} ms "
-                f"(estimated {rival.seconds * 1e3:.3g})"
+                f"plan: a step of {_stages(rival)} takes {format_ms(times[rival])} ms "
+                f"(estimated {format_ms(rival.seconds)})"
             )
         best = min(times, key=times.__getitem__, default=chosen)
         self.say(f"plan: compared {len(times)} in {time.perf_counter() - began:.1f} s")
@@ -213,7 +213,7 @@ class Search:
             return
         lowered = self.lowered[candidate]
         self.say(
-            f"plan: {len(candidate.stages)} stages, {candidate.seconds / self.plain.seconds:.2f}x "
+            f"plan: {_stages(candidate)}, {candidate.seconds / self.plain.seconds:.2f}x "
             f"plain's time, {format_bytes(self.fixed + candidate.peak)} estimated, after "
             f"{began - self.began:.1f} s; compiling" + (" as it will run" if as_it_runs else "")
         )
@@ -423,3 +423,8 @@ def _size(aval: Any) -> int:
     """On the device."""
     hosted = aval.memory_space is jax.memory.Space.Host
     return 0 if hosted else aval.size * getattr(aval.dtype, "itemsize", 8)
+
+
+def _stages(candidate: Candidate) -> str:
+    number = len(candidate.stages)
+    return "1 stage" if number == 1 else f"{number} stages"
