@@ -31,14 +31,14 @@ from .measuring.baselines import IN_TORCH, PLAIN, SHARDED
 from .measuring.cells import Cell, check
 from .measuring.processes import keep_off_devices, machine, measured, outcome, process
 from .measuring.results import Result, append, read
-from .program.command import start, workdir_flag
+from .program.command import profile_flag, start, workdir_flag
 from .program.config import ConfigError, sweep
 from .program.files import Lock
 
 _WORKDIR = workdir_flag()
 _PEERS = flags.DEFINE_bool("peers", False, "PyTorch, plain and with checkpoints per block")
 _PROBLEM = flags.DEFINE_multi_string("problem", [], "as vgg16,4096,bfloat16 or unet,188,float32,1")
-_PROFILE = flags.DEFINE_bool("profile", False, "trace steps of each row: where their time goes")
+_PROFILE = profile_flag()
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
 _LIMIT = flags.DEFINE_integer("limit", 600, "seconds allowed per row")
 

@@ -12,14 +12,14 @@ import signal
 import sys
 from typing import Any
 
-from absl import flags, logging
+from absl import logging
 from ml_collections import ConfigDict
 
 from . import data
 from .devices.hosts import find_devices, join
 from .devices.watch import Watch
 from .images import ImageError
-from .program.command import config_flag, start, workdir_flag
+from .program.command import config_flag, profile_flag, start, workdir_flag
 from .program.config import ConfigError, check
 from .program.ending import Noted, sentences
 from .program.progress import Bar, Now
@@ -34,7 +34,7 @@ from .training.workdir import ReadOnly, Workdir
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
-_PROFILE = flags.DEFINE_bool("profile", False, "trace five steps: where does their time go?")
+_PROFILE = profile_flag()
 _STOPPED = "the same command goes on from the last checkpoint, if any"
 _SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped)
 

@@ -26,6 +26,11 @@ def workdir_flag() -> flags.FlagHolder:
     return flags.DEFINE_string("workdir", None, "folder of the run")
 
 
+@functools.cache
+def profile_flag() -> flags.FlagHolder:
+    return flags.DEFINE_bool("profile", False, "trace some steps: where does their time go?")
+
+
 def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
     """`app.run` for all programs: bad flags, signals and a full disk end in one line.
 
