@@ -89,7 +89,7 @@ def tiled(policy, fun=network, **options):
         Results(None, "p"),
         Results(None, "rprr"),
     ],
-    always=4,
+    always=2,
 )
 def test_same_value_and_gradients(policy):
     args = arguments()
@@ -176,6 +176,7 @@ def test_explained():
     assert "1 x 1 tiles and backwards 2 x 2 tiles" in text
 
 
+@pytest.mark.slow
 def test_needs_less_memory_than_kept():
     params, _ = arguments(layers=12)
     x = jax.ShapeDtypeStruct((1, 256, 256, 2), jnp.float64)

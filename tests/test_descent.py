@@ -105,6 +105,7 @@ def test_a_grid_that_is_left_out_is_not_used_again():
     assert found.peak >= smallest.peak
 
 
+@pytest.mark.slow
 def test_planned_with_norms():
     """The plan fits, says what is not kept, survives a file, and gives the same gradients."""
     params, _ = arguments(layers=6)

@@ -222,6 +222,7 @@ def launch(workdir, processes, *arguments):
     return [process.returncode for process in started], texts
 
 
+@pytest.mark.slow
 def test_an_error_in_a_mask_ends_all_processes(folder, tmp_path):
     """One looks at the files for both, and both say what it found."""
     more = ["--config.data.kind=folder", f"--config.data.path={folder}"]

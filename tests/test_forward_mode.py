@@ -128,6 +128,7 @@ def test_tangents_of_one_argument(argument):
     assert_close(run(jaxtile.checkpoint(network, **TILED)), run(network))
 
 
+@pytest.mark.slow
 def test_linearize():
     def run(f):
         out, push = jax.linearize(f, WEIGHTS, IMAGE)

@@ -131,6 +131,7 @@ def test_an_error_in_one_process_ends_all(tmp_path):
         assert "Traceback" not in text
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_the_first_process_ends_all(tmp_path):
     def full():
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -143,6 +144,7 @@ def test_a_full_disk_in_the_first_process_ends_all(tmp_path):
         assert "Traceback" not in text
 
 
+@pytest.mark.slow
 @parametrize_few(
     "number, reason",
     [

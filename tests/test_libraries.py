@@ -110,6 +110,7 @@ def test_haiku_with_state():
     assert_same(apply, params, IMAGE, state, in_axes=(None, (1, 2), None), tiles=(2, 4))
 
 
+@pytest.mark.slow
 def test_equinox_channels_first():
     keys = jax.random.split(jax.random.key(0), 4)
     model = eqx.nn.Sequential(

@@ -108,7 +108,7 @@ GATHERED = {
 }
 
 
-@parametrize_few("name", GATHERED, always=2)
+@parametrize_few("name", GATHERED)
 def test_no_activation_is_gathered(name):
     """XLA's own partitioning gathers these, or adds up whole activations; a tiled function sends
     halos, as many bytes as `explain` says, and adds up the gradients of weights.

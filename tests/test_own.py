@@ -483,6 +483,7 @@ def test_files_of_numbers(tmp_path):
     assert found["loss"] == pytest.approx(np.mean(errors**2), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_files_with_several_labels_each(tmp_path):
     rng = np.random.default_rng(0)
     tags = ["crack", "crack;rust", "", "rust; moss"]

@@ -110,6 +110,7 @@ def test_progress_is_told():
     assert " fits " in after[-1]
 
 
+@pytest.mark.slow
 @parametrize_few("fun", [network, normed])
 @pytest.mark.parametrize("share", [0.9, 0.4])
 def test_few_schedules_are_compiled_and_each_after_one_that_fits_is_faster(fun, share):
@@ -122,6 +123,7 @@ def test_few_schedules_are_compiled_and_each_after_one_that_fits_is_faster(fun, 
     assert f"{min(fitting):.2f}x plain" in str(found)
 
 
+@pytest.mark.slow
 def test_the_promise_is_about_the_program_that_runs(monkeypatch):
     """Autotuning may choose an algorithm that needs more: then the search goes on."""
     honest = jaxtile.compiled_bytes
@@ -238,6 +240,7 @@ def clip_gradient(x):
 clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
+@pytest.mark.slow
 @parametrize_few("fun", [lambda w, x: network(w, x[:, :9, :7])[None], fan, clipped])
 def test_the_smallest_budget_works_and_so_does_every_larger_one(fun):
     weights, x = WEIGHTS, normal(0, 1, 11, 9, 4)
@@ -606,6 +609,7 @@ def test_a_plan_for_a_gpu_that_is_not_there():
     assert found.device.startswith("NVIDIA H200")
 
 
+@pytest.mark.slow
 def test_measured(tmp_path, monkeypatch):
     """The kinds of operations are timed once, and kept; and steps of schedules that fit are run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

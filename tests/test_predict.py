@@ -120,6 +120,7 @@ def test_segmentation_without_padding(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_values_that_are_not_of_8_bits(tmp_path, capsys):
     """By the range of training, by the image's own, or by what the command says; it is printed."""
     scores = trained(tmp_path / "run", colours=1, channels=4, depth=1, padding="SAME")

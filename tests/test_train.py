@@ -202,6 +202,7 @@ def test_signals_save_and_the_run_goes_on(uninterrupted, tmp_path):
     assert final(tmp_path) == final(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_signal_while_compiling_stops_at_once(tmp_path):
     """A large network, optimised, takes long."""
     number = signal.SIGINT
@@ -414,6 +415,7 @@ def test_other_settings_in_the_same_folder_are_refused(uninterrupted):
     assert f"another --workdir, and --config.start_from={uninterrupted}" in text
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_the_weights_of_another(uninterrupted, tmp_path):
     """As the refusal advises who wants more steps than the schedule had."""
     more = [f"--config.start_from={uninterrupted}", "--config.train.steps=3"]
