@@ -155,7 +155,8 @@ def _apply(layer, tensors, kernel):
             big = jnp.broadcast_to(kernel.reshape(-1)[: x.shape[2], None], x.shape[1:])
             return x * big
         case "branch":
-            flag = kernel[0, 0, 0, 0] > 0 if params[0] else x.mean() > 0
+            # After a norm the mean is 0, and rounding would say which branch is taken.
+            flag = kernel[0, 0, 0, 0] > 0 if params[0] else x.mean() > 0.03
             return lax.cond(flag, *(lambda x, o=o: _apply(o, [x], kernel) for o in params[1:]), x)
         case "per_sample":
             scales = 1 + kernel[0, 0, 0, 0] * jnp.arange(len(x))
