@@ -39,6 +39,19 @@ def _(primals, tangents):
     return leaks_at_zero(*primals), jnp.where(primals[0] >= 0.0, tangents[0], 0.0)
 
 
+@jax.custom_jvp
+def looked_at(x):
+    return jnp.maximum(x, 0.0)
+
+
+@looked_at.defjvp
+def _(primals, tangents):
+    """With equations that have no results, and operands that are numbers."""
+    jax.debug.callback(lambda: None)
+    inside = jax.lax.bitwise_and(primals[0] > 0.0, True)
+    return looked_at(*primals), jax.lax.select(inside, tangents[0], jnp.zeros_like(tangents[0]))
+
+
 def network(function):
     def loss(kernels, x):
         for kernel in kernels:
@@ -68,6 +81,7 @@ def primitives(loss, kernels, x):
         (jax.nn.relu6, True),
         (straight_through, False),
         (leaks_at_zero, False),
+        (looked_at, False),
         (lambda x: jnp.maximum(x, 0), False),
         (jax.nn.gelu, False),
     ],

@@ -172,7 +172,7 @@ class Search:
         most = format_bytes(self.fixed + max(allowed.values()))
         self.say(f"plan: looking for a schedule of {most}")
         found = [c for c in self.candidates(allowed) if c not in self.trials]
-        candidate = min(found, key=self._rank, default=self.smallest())
+        candidate = min(found, key=self._rank) if found else self.smallest()
         slower = best is not None and candidate.seconds > (1 - _WORTH) * best.seconds
         return None if slower or candidate in self.trials else candidate
 

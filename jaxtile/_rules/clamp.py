@@ -116,13 +116,21 @@ def _asks_inside(eqn: Equation, bounds: Bounds) -> bool:
     masks: dict[Any, frozenset[tuple[str, float]]] = {}
     zeros, masked = set(), None
     for at in jaxpr.eqns:
-        name, (out, *_) = at.primitive.name, at.outvars
+        if len(at.outvars) != 1 or any(isinstance(v, Constant) for v in at.invars[:1]):
+            zeros |= set(at.outvars) if _makes_zeros(at) else set()
+            continue
+        name, (out,) = at.primitive.name, at.outvars
         if name in _INSIDE.values() and (bound := _number(at, x)) is not None:
             masks[out] = frozenset([(name, bound)])
+        elif any(isinstance(v, Constant) for v in at.invars):
+            continue
         elif name == "and" and masks.keys() >= set(at.invars):
             masks[out] = masks[at.invars[0]] | masks[at.invars[1]]
-        elif name == "broadcast_in_dim" and isinstance(at.invars[0], Constant):
-            zeros |= {out} if at.invars[0].val == 0 else set()
         elif name == "select_n" and at.invars[0] in masks and at.invars[1] in zeros:
             masked = out if at.invars[2] is t and masks[at.invars[0]] == wanted else masked
     return masked is not None and jaxpr.outvars == [masked]
+
+
+def _makes_zeros(eqn: Any) -> bool:
+    (first, *_), name = eqn.invars or [None], eqn.primitive.name
+    return name == "broadcast_in_dim" and isinstance(first, Constant) and first.val == 0
