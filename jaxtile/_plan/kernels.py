@@ -12,6 +12,9 @@ from .._graph.operations import Operation
 from ..policy import Outline
 from .costs import Costs, Duration
 
+_COUNTS = [2, 3, 4, 6, 8, 12, 16]  # tiles along an axis
+_LARGE = 1024  # positions of a tile, along an axis: if so many are left, finer grids are tried too
+
 
 def kernels(outline: Outline) -> list[Operation | None]:
     """The operations with what they read from memory; None for those that take no extra time.
@@ -78,5 +81,7 @@ def grids(outline: Outline) -> list[tuple[int, ...]]:
     free = max((int(n) for n, h in zip(longest, halo, strict=True) if not h), default=1)
     powers = [2**i for i in range(1, 11)]
     found = [grid(n, 1) for n in powers if n < free] + [grid(free, 1)]
-    found += [grid(free, n) for n in (2, 3, 4, 6, 8, 12, 16)]
+    finer = [n * 2**i for i in range(2, 9) for n in (5, 6, 7, 8)]
+    counts = _COUNTS + [n for n in finer if n * _LARGE <= longest.max()]
+    found += [grid(free, n) for n in counts]
     return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]

@@ -210,7 +210,8 @@ class Model:
         counts = np.array([grid], float)
         share = self._shares((cut,), alive[None], lengths, counts)[:, 0, 0]
         tiles = counts.prod()
-        awaited = {r for k in own for r in parts[k].awaits[-1:] if r >= everything[0]}
+        tiled = [k for k in own if parts[k].tiled]  # what follows a last reduction needs no loop
+        awaited = {r for k in tiled for r in parts[k].awaits[-1:] if r >= everything[0]}
         work, everywhere = self._in_tiles(cut, share, tiles), np.array(everything)
         ends = [*awaited, everything[-1]]
         seconds = sum(work[everywhere[everywhere <= end]].sum() for end in ends)
@@ -267,8 +268,9 @@ class Model:
         counts = np.array(self.grids, float)
         tiles = counts.prod(1)
         lengths = np.array([p.lengths for p in parts], float)
-        # Each reduction that is awaited, and the first operation that awaits it.
-        waiting = {p.awaits[-1]: k for k, p in reversed(list(enumerate(parts))) if p.awaits}
+        # Each reduction that is awaited in tiles, and the first operation that awaits it.
+        tiled = [(k, p) for k, p in enumerate(parts) if p.tiled and p.awaits]
+        waiting = {p.awaits[-1]: k for k, p in reversed(tiled)}
         alive = np.array([self.live(c) for c in tables.cuts])
         shares = self._shares(tables.cuts, alive, lengths, counts)
         enough = ((lengths[:, None] == 0) | (lengths[:, None] >= counts)).all(-1)
