@@ -91,7 +91,7 @@ def base(model: str, **options: Any) -> ConfigDict:
             # The workdir of another run, to begin with its best weights.
             "start_from": "",
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
-            "deterministic": True,  # on a GPU: slower, but going on gives the same bits
+            "deterministic": True,  # on a GPU: sums in a fixed order; going on gives the same bits
             "data": _DATA,
             "train": _TRAIN,
             "eval": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -16,7 +17,7 @@ from .feed import Sent, placed
 from .learner import Learner
 from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
-from .setup import Refusal, examined_data
+from .setup import Refusal, examined_data, without_order
 from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
 from .trained import load_trained
 from .workdir import Workdir
@@ -64,6 +65,13 @@ class Run:
             self.program = Program(self.step, self.policy)
             now("compiling the evaluation")
             self.evaluation = Evaluation(self.step, self.eval_set, self.program.bytes)
+        on_gpu = jax.default_backend() == "gpu"
+        if self.config.deterministic and on_gpu and (names := without_order(self.program.step)):
+            print(
+                f"warning: the step has {names} operations, which add in no fixed order on a GPU: "
+                "a run that goes on may differ in the last bits",
+                flush=True,
+            )
         seconds = self.program.compile_seconds + self.evaluation.compile_seconds
         print(
             f"compiled in {seconds:.0f} s: a step needs {self.program.bytes_text()}, policy "

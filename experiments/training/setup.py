@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import platform
+import re
 import zlib
 from typing import Any
 
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from .. import data
+from ..devices.cudnn import CudnnError, exclude_unordered
 from ..devices.hosts import Devices
 from ..images import ImageError
 from ..program.config import ConfigError
@@ -127,13 +129,11 @@ def make_repeatable(folder: pathlib.Path, deterministic: bool) -> None:
     """Keep the compiled programs: a run that goes on runs the same ones, at once.
 
     On a GPU the compiler tries algorithms and takes the fastest, which may differ from time to
-    time. If the run must be deterministic, it tries none: it takes the first that cuDNN names among
-    those whose sums have a fixed order, which may be far slower. Programs for a CPU are for its
-    kind.
+    time. If the run must be deterministic, those whose sums have no fixed order are kept out of
+    what it tries. Programs for a CPU are for its kind.
     """
-    if deterministic:
-        flag = "--xla_gpu_exclude_nondeterministic_ops=true"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if deterministic and jax.default_backend() == "gpu":
+        _fix_order(folder.absolute() / "compiled" / "unordered.json")
     kind = f"{jax.default_backend()}-{platform.machine()}"
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
@@ -141,6 +141,27 @@ def make_repeatable(folder: pathlib.Path, deterministic: bool) -> None:
         kind += f"-{zlib.crc32(''.join(features).encode()):08x}"
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled" / kind))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _fix_order(file: pathlib.Path) -> None:
+    """Only algorithms with a fixed order of additions from here on.
+
+    If cuDNN cannot be asked for its list, XLA's flag is used. It tries no algorithms at all and
+    takes the first that cuDNN names, which can be far slower.
+    """
+    try:
+        exclude_unordered(file)
+    except CudnnError as error:
+        print(f"warning: {error}; algorithms are not tuned, so steps may be slower", flush=True)
+        flag = "--xla_gpu_exclude_nondeterministic_ops=true"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def without_order(program: Any) -> str:
+    """Which operations of a compiled program add in no fixed order on a GPU; empty if none do."""
+    found = re.finditer(r" (select-and-scatter|scatter)\(.*", program.as_text())
+    names = {line[1] for line in found if "unique_indices=true" not in line[0]}
+    return " and ".join(sorted(names))
 
 
 def algorithms_chosen() -> str:
