@@ -353,9 +353,10 @@ class Assignments:
         and which reductions are operations like any other. An answer is remembered together with
         those bits of both that it depends on.
         """
-        key = tuple(ends)
-        for seen, whole_there, inside_there, answer in self._reached.setdefault(key, []):
+        known = self._reached.setdefault(tuple(ends), [])
+        for at, (seen, whole_there, inside_there, answer) in enumerate(known):
             if whole & seen == whole_there and inside & seen == inside_there:
+                known.insert(0, known.pop(at))  # likely to be asked for again
                 return answer
         own, reads, pending, seen = set(ends), set(), list(ends), 0
         while pending:
@@ -372,7 +373,7 @@ class Assignments:
                     own.add(i)
                     pending.append(i)
         answer = tuple(sorted(own)), tuple(sorted(reads))
-        self._reached[key].append((seen, whole & seen, inside & seen, answer))
+        known.insert(0, (seen, whole & seen, inside & seen, answer))
         return answer
 
     def _cost(self, region: Region, states: Sequence[int]) -> Cost:

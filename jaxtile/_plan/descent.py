@@ -91,6 +91,7 @@ class Descent:
     ):
         self.costs, self.span = costs, span or Span(None, costs.parts, None)
         self.is_part = span is not None
+        self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
         outline = costs.outline
         self.once = (1,) * outline.rank
         self.modes = [Mode(None), Mode("whole"), Mode(self.once)]
@@ -102,7 +103,7 @@ class Descent:
         self._begin()
 
     def _begin(self) -> None:
-        self._seen: dict[Assignment, Found] = {}
+        self._seen: dict[tuple[tuple[int, ...], tuple[Mode, ...]], Found] = {}
         self._walks = [Walk() for _ in self._starts()]
         for walk, start in zip(self._walks, self._starts(), strict=True):
             walk.steps = self._descend(start, walk.seen)
@@ -236,9 +237,11 @@ class Descent:
         return best
 
     def _look(self, assignment: Assignment) -> Found:
-        if assignment not in self._seen:
-            self._seen[assignment] = self._found(assignment)
-        return self._seen[assignment]
+        key = assignment.states[self.here], assignment.modes[self.here]
+        found = self._seen.get(key)
+        if found is None:
+            found = self._seen[key] = self._found(assignment)
+        return found
 
     def _found(self, assignment: Assignment) -> Found:
         if not self.is_part:
@@ -278,13 +281,13 @@ class Descent:
         """What is kept as plain JAX keeps it has no whole arrays but those that others read; what
         such operations read is kept.
         """
-        found, costs, grids = list(states), self.costs, [m.grid for m in modes]
+        found = list(states)
         for k in self.span.own:
-            if grids[k] is None:
+            if modes[k].grid is None:
                 found[k] = INSIDE
         for k in self.span.own:
-            for i in costs.inputs[k]:
-                if grids[k] != grids[i] and None in (grids[k], grids[i]):
+            for i in self.costs.inputs[k]:
+                if (modes[k].grid is None) != (modes[i].grid is None):
                     found[i] = KEPT
         for end in (self.span.begin, self.span.end):
             if end is not None:
