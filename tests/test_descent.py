@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtile
-from jaxtile._plan.assignment import INSIDE, KEPT, PASSING, RESTORED, Assignment, Assignments, Mode
+from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN
 from jaxtile._plan.descent import Descent
 from jaxtile._plan.planner import default_step
+from jaxtile._plan.states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 from .support import assert_close
 from .test_again import Results, arguments, network, tiled
@@ -28,14 +29,16 @@ def assignments(layers, size=256, costs=BUILT_IN["gpu"]):
 
 
 def results(costs):
-    return [k for k in costs.parts if costs.outline.parts[k].operation.kind == "convolution"]
+    return [
+        k for k in costs.facts.parts if costs.facts.outline.parts[k].operation.kind == "convolution"
+    ]
 
 
 def assigned(costs, states, mode):
-    found = [INSIDE] * costs.n
+    found = [INSIDE] * costs.facts.n
     for k, state in zip(results(costs), states, strict=True):
         found[k] = state
-    return Assignment(tuple(found), (mode,) * costs.n)
+    return Assignment(tuple(found), (mode,) * costs.facts.n)
 
 
 def test_time_is_that_of_the_operations_that_run():
@@ -54,8 +57,10 @@ def test_time_is_that_of_the_operations_that_run():
     assert not convolutions(kept)
     assert not convolutions(restored)
     # All that leads to the results is run once more.
-    own = [k for r in restored.regions[:-1] for k in r.own if not costs.reduces[k]]
-    assert restored.seconds == pytest.approx(kept.seconds + sum(costs.forward[k] for k in own))
+    own = [k for r in restored.regions[:-1] for k in r.own if not costs.facts.reduces[k]]
+    assert restored.seconds == pytest.approx(
+        kept.seconds + sum(costs.facts.forward[k] for k in own)
+    )
     assert restored.seconds < passing.seconds
 
 

@@ -25,7 +25,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from ..policy import GridSpec
-from .assignment import INSIDE, KEPT, PASSING, RESTORED, Assignment, Assignments, Mode
+from .assignment import Assignments
+from .facts import Facts
+from .states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 T = TypeVar("T")
 Move = tuple[list[int], bool]
@@ -89,16 +91,16 @@ class Descent:
     def __init__(
         self, costs: Assignments, grids: Sequence[tuple[int, ...]], span: Span | None = None
     ):
-        self.costs, self.span = costs, span or Span(None, costs.parts, None)
+        self.costs, self.facts = costs, costs.facts
+        self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
-        outline = costs.outline
-        self.once = (1,) * outline.rank
+        self.once = (1,) * self.facts.rank
         self.modes = [Mode(None), Mode("whole"), Mode(self.once)]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
-        self.groups = list(_groups(costs, self.span).values())
-        self.zones = list(_zones(costs, self.span))
-        self.blocks = [b for zone in self.zones for b in _split(zone, costs.joints)]
+        self.groups = list(_groups(self.facts, self.span).values())
+        self.zones = list(_zones(self.facts, self.span))
+        self.blocks = [b for zone in self.zones for b in _split(zone, self.facts.joints)]
         self.moves = list(self._decisions(single=False))
         self._begin()
 
@@ -159,7 +161,7 @@ class Descent:
         for _ in range(times * _SHAKES):
             if len(self._seen) >= enough:
                 break
-            middle, around = rng.randrange(self.costs.n), self.costs.n // _NEAR
+            middle, around = rng.randrange(self.facts.n), self.facts.n // _NEAR
             near = [m for m in moves if abs(m[0][0] - middle) <= around] or moves
             rng.shuffle(near)
             shaken = best.assignment
@@ -192,9 +194,9 @@ class Descent:
 
     def _starts(self) -> Iterator[Assignment]:
         """As plain JAX does it; and all recomputed, between results that nothing spans."""
-        n = self.costs.n
+        n = self.facts.n
         yield self._normal([INSIDE] * n, [Mode(None)] * n)
-        kept = [KEPT if k in self.costs.joints else INSIDE for k in range(n)]
+        kept = [KEPT if k in self.facts.joints else INSIDE for k in range(n)]
         yield self._normal(kept, [Mode("whole")] * n)
 
     def _descend(self, start: Assignment, seen: list[Found]) -> Iterator[Found]:
@@ -271,7 +273,7 @@ class Descent:
 
     def _enough(self, members: list[int], grid: GridSpec) -> bool:
         """Has every one of these results a position for each tile?"""
-        parts, tiled = self.costs.outline.parts, self.costs.tiled
+        parts, tiled = self.facts.outline.parts, self.facts.tiled
         lengths = [parts[k].lengths for k in members if tiled[k]]
         return not isinstance(grid, tuple) or all(
             n == 0 or n >= g for each in lengths for n, g in zip(each, grid, strict=True)
@@ -286,7 +288,7 @@ class Descent:
             if modes[k].grid is None:
                 found[k] = INSIDE
         for k in self.span.own:
-            for i in self.costs.inputs[k]:
+            for i in self.facts.inputs[k]:
                 if (modes[k].grid is None) != (modes[i].grid is None):
                     found[i] = KEPT
         for end in (self.span.begin, self.span.end):
@@ -311,22 +313,27 @@ def _price(slower: float, saved: float) -> float:
     return slower / saved if slower > 0 else slower * saved
 
 
-def _groups(costs: Assignments, span: Span) -> dict[object, list[int]]:
+def _groups(facts: Facts, span: Span) -> dict[object, list[int]]:
     """Operations whose results may be whole, by kind and shape."""
     groups: dict[object, list[int]] = {}
     for k in span.own:
-        operation = costs.outline.parts[k].operation
-        if costs.tiled[k] and costs.held[k] > 0 and k != span.end:
-            key = (operation.kind, operation.output.shape, operation.macs, len(costs.inputs[k]))
+        operation = facts.outline.parts[k].operation
+        if facts.tiled[k] and facts.held[k] > 0 and k != span.end:
+            key = (
+                operation.kind,
+                operation.output.shape,
+                operation.macs,
+                len(facts.inputs[k]),
+            )
             groups.setdefault(key, []).append(k)
     return groups
 
 
-def _zones(costs: Assignments, span: Span) -> Iterator[list[int]]:
+def _zones(facts: Facts, span: Span) -> Iterator[list[int]]:
     """Neighbouring operations on arrays of one size. Reductions belong to what they follow."""
-    whole = len(span.own) == len(costs.parts)
-    operations = range(costs.n) if whole else range(span.own[0], span.own[-1] + 1)
-    for _, zone in itertools.groupby(operations, key=_Lengths(costs)):
+    whole = len(span.own) == len(facts.parts)
+    operations = range(facts.n) if whole else range(span.own[0], span.own[-1] + 1)
+    for _, zone in itertools.groupby(operations, key=_Lengths(facts)):
         yield list(zone)
 
 
@@ -345,11 +352,11 @@ def _split(zone: list[int], ends: Collection[int]) -> Iterator[list[int]]:
 class _Lengths:
     """The size of the arrays that an operation works on; of a small one, that before it."""
 
-    def __init__(self, costs: Assignments):
-        self.costs = costs
+    def __init__(self, facts: Facts):
+        self.facts = facts
         self.last: tuple[int, ...] = ()
 
     def __call__(self, k: int) -> tuple[int, ...]:
-        if self.costs.tiled[k] or self.costs.reduces[k]:
-            self.last = self.costs.outline.parts[k].lengths
+        if self.facts.tiled[k] or self.facts.reduces[k]:
+            self.last = self.facts.outline.parts[k].lengths
         return self.last

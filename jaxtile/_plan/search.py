@@ -31,7 +31,7 @@ from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
 from ..policy import Choice, GridSpec, Outline, names, resolve
-from .assignment import INSIDE, KEPT, PASSING, RESTORED, Assignment, Assignments, Mode
+from .assignment import Assignments
 from .costs import Costs, has_host_memory
 from .descent import Descent, Found
 from .measuring import step_seconds
@@ -40,6 +40,7 @@ from .plan import Plan
 from .solver import Solution, Stage, fastest, measured, smallest
 from .spans import Spans
 from .stage import Candidate, PlannedStage
+from .states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
 _CANDIDATES = 6  # schedules that are compiled
@@ -344,14 +345,15 @@ def _as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assig
 
 def _assigned(descent: Descent, found: Found) -> Candidate:
     """An assignment, with the names of operations: neighbours with one grid are a stage."""
-    costs, states, modes = descent.costs, found.assignment.states, found.assignment.modes
-    parts, estimate = costs.outline.parts, costs.estimate(found.assignment)
+    costs, facts = descent.costs, descent.facts
+    states, modes = found.assignment.states, found.assignment.modes
+    parts, estimate = facts.outline.parts, costs.estimate(found.assignment)
     needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
     stages = []
-    for (grid, tiled_forward), members in itertools.groupby(range(costs.n), modes.__getitem__):
+    for (grid, tiled_forward), members in itertools.groupby(range(facts.n), modes.__getitem__):
         own = list(members)
         kept, passing, restored = (
-            [k for k in own if states[k] == state and k in costs.whole]
+            [k for k in own if states[k] == state and k in facts.whole]
             for state in (KEPT, PASSING, RESTORED)
         )
         regions = [r for r in estimate.regions if r.end in own]
@@ -363,13 +365,13 @@ def _assigned(descent: Descent, found: Found) -> Candidate:
                 operations=len(own),
                 grid=grid,
                 stored=tuple(parts[k].name for k in kept),
-                stored_bytes=int(sum(costs.bytes[k] for k in kept)),
+                stored_bytes=int(sum(facts.bytes[k] for k in kept)),
                 held_bytes=int(
-                    sum(costs.held[k] for k in once) or sum(costs.bytes[k] for k in kept)
+                    sum(facts.held[k] for k in once) or sum(facts.bytes[k] for k in kept)
                 ),
                 offloaded=(),
                 working_bytes=int(max((needs[r.end] for r in regions), default=0)),
-                seconds=sum(r.cost.seconds for r in regions) + costs.plain(once),
+                seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
                 passing=tuple(parts[k].name for k in passing),
                 restored=tuple(parts[k].name for k in restored),
                 forward=None if tiled_forward or not isinstance(grid, tuple) else descent.once,

@@ -19,10 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .assignment import INSIDE, Assignment, Assignments, Mode
+from .assignment import Assignments
 from .descent import Descent, Found, Span
+from .facts import Facts
 from .model import Stretches
 from .solver import fastest
+from .states import INSIDE, Assignment, Mode
 
 _LONGEST = 36  # operations of a span
 _SHORTEST = 6
@@ -43,16 +45,16 @@ class Spans:
     """All spans of an outline, with their schedules."""
 
     def __init__(self, costs: Assignments, grids: Sequence[tuple[int, ...]]):
-        self.costs, self.grids = costs, grids
-        ends = _apart(costs)
+        self.costs, self.facts, self.grids = costs, costs.facts, grids
+        ends = _apart(self.facts)
         self.ends: list[int | None] = [None, *ends, None]
-        starts = [0, *ends.values(), len(costs.parts)]
+        starts = [0, *ends.values(), len(self.facts.parts)]
         self.spans: dict[tuple[int, int], Span] = {}
         self.options: dict[tuple[int, int], list[Option]] = {}
         known: dict[Any, list[Option]] = {}
         for a in range(len(starts) - 1):
             for b in range(a + 1, len(starts)):
-                own = costs.parts[starts[a] : starts[b]]
+                own = self.facts.parts[starts[a] : starts[b]]
                 if not own or (len(own) > _LONGEST and b > a + 1):
                     break
                 span = Span(self.ends[a], own, self.ends[b])
@@ -72,13 +74,13 @@ class Spans:
         solution = fastest(tables, allowed, whole=allowed) if allowed > 0 else None
         if solution is None:
             return None
-        states, modes = [INSIDE] * self.costs.n, [Mode(None)] * self.costs.n
+        states, modes = [INSIDE] * self.facts.n, [Mode(None)] * self.facts.n
         for k, a, b in solution.stages:
             span, option = self.spans[a, b], self.options[a, b][k]
             for own, state in zip(span.own, option.states, strict=True):
                 states[own] = state
             first = span.own[0] if a else 0
-            last = span.own[-1] + 1 if b < n - 1 else self.costs.n
+            last = span.own[-1] + 1 if b < n - 1 else self.facts.n
             for own in range(first, last):
                 at = bisect.bisect_left(span.own, own)
                 modes[own] = option.modes[min(at, len(span.own) - 1)]
@@ -86,17 +88,17 @@ class Spans:
 
     def _kind(self, span: Span) -> Any:
         """The same for spans that are alike."""
-        costs, first = self.costs, span.own[0]
+        facts, first = self.facts, span.own[0]
         operations = [
             (
                 k - first,
-                costs.forward[k],
-                costs.backward[k],
-                costs.held[k],
-                costs.made[k],
-                costs.bytes[k],
-                tuple((i - first, line) for i, line in costs.reads[k]),
-                tuple(i - first for i in costs.awaits[k]),
+                facts.forward[k],
+                facts.backward[k],
+                facts.held[k],
+                facts.made[k],
+                facts.bytes[k],
+                tuple((i - first, line) for i, line in facts.reads[k]),
+                tuple(i - first for i in facts.awaits[k]),
             )
             for k in span.own
         ]
@@ -121,13 +123,13 @@ class Spans:
         ]
 
 
-def _apart(costs: Assignments) -> dict[int, int]:
-    """Results that nothing else spans, not too near to each other; where, in `costs.parts`, the
-    next operations begin.
+def _apart(facts: Facts) -> dict[int, int]:
+    """Results that nothing else spans, not too near to each other; where, in `parts`, the next
+    operations begin.
     """
     found: dict[int, int] = {}
     begin = 0
-    for k, after in costs.narrows().items():
+    for k, after in facts.narrows().items():
         if after - begin >= _SHORTEST:
             found[k], begin = after, after
     return found

@@ -1,0 +1,151 @@
+"""The regions of an assignment: a region begins at whole arrays and ends at one, or at reductions.
+
+They follow from the states of the results as `jaxtile._regions` builds them when the function is
+tiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .facts import Facts, bits
+from .states import PASSING, RESTORED, Mode
+
+Reach = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Cost(NamedTuple):
+    """Of one region: seconds, and bytes beyond whole arrays, forwards and backwards."""
+
+    seconds: float
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass
+class Region:
+    end: int
+    own: tuple[int, ...]
+    """Operations, in order."""
+    reads: tuple[int, ...]
+    """Whole arrays that they read."""
+    mode: Mode
+    before: tuple[int, ...] = ()
+    """Operations that compute the passing ones of these."""
+    restored: float = 0.0
+    """Bytes that are restored for it."""
+    cost: Cost = dataclasses.field(default=Cost(0.0, 0.0, 0.0))
+
+
+class Regions:
+    """Of assignments for one outline."""
+
+    def __init__(self, facts: Facts):
+        self.facts = facts
+        self._reached: dict[tuple[int, ...], list[tuple[int, int, int, Reach]]] = {}
+
+    def of(self, operations: Sequence[int], whole: int, modes: Sequence[Mode]) -> list[Region]:
+        facts = self.facts
+        found: dict[Any, Region] = {}
+        inside = bits(k for k in operations if facts.reduces[k] and modes[k].grid == "whole")
+        for k in operations:
+            if not whole >> k & 1 and (not facts.reduces[k] or inside >> k & 1):
+                continue
+            in_one = modes[k].grid == "whole"
+            own, reads = self._reach([k], whole, inside if in_one else 0)
+            inside &= ~bits(own)
+            key: Any = k
+            if facts.reduces[k]:
+                # It follows a whole array, or is one of several that are computed from the same.
+                follows = len(reads) == 1 and all(facts.by_position[i] for i in own[:-1])
+                carrier = found.get(reads[0]) if follows else None
+                key = reads[0] if carrier and carrier.mode == modes[k] else (*reads, -1, *own[:-1])
+            if key in found:
+                found[key].own = tuple(sorted({*found[key].own, *own}))
+                continue
+            found[key] = Region(k, own, reads, modes[k])
+        # A reduction that leads to no whole array ends a region itself.
+        while inside:
+            k = inside.bit_length() - 1
+            own, reads = self._reach([k], whole, inside)
+            found[k] = Region(k, own, reads, modes[k])
+            inside &= ~bits(own)
+        return sorted(found.values(), key=lambda r: r.end)
+
+    def grouped(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
+        """What each region computes of its inputs, and what groups restore: seconds for that."""
+        at = {r.end: n for n, r in enumerate(regions)}
+        last = dict.fromkeys(range(len(regions)), -1)
+        for n, region in enumerate(regions):
+            for i in region.reads:
+                if states[i] == RESTORED:
+                    last[at[i]] = n
+        seconds, first, end = 0.0, 0, -1
+        for n in range(len(regions)):
+            end = max(end, last[n])
+            if end <= n:
+                seconds += self._group(regions[first : n + 1], states, kept)
+                first = n + 1
+        return seconds
+
+    def _group(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
+        """Seconds to run regions again, if they restore anything."""
+        facts = self.facts
+        if len(regions) == 1:
+            self._passing(regions[0], kept)
+            return 0.0
+        made = {r.end for r in regions}
+        restored = [k for k in made if states[k] == RESTORED]
+        outside = {i for r in regions for i in r.reads if i not in made}
+        passing = sorted(i for i in outside if not kept >> i & 1)
+        before = self._reach(passing, kept)[0]
+        seconds = sum(facts.forward[k] for k in before)
+        given = sum(facts.bytes[i] for i in passing)
+        # They are computed whole, one after the other, when nothing else of the group is there.
+        begin = given + 2 * max((facts.made[k] for k in before), default=0.0)
+        kept |= bits([*passing, *restored])
+        for region in regions:
+            self._passing(region, kept)
+            if states[region.end] in (RESTORED, PASSING):
+                seconds += sum(facts.forward[k] for k in region.own if not facts.reduces[k])
+            region.restored = given + sum(facts.bytes[k] for k in restored if k < region.end)
+        regions[-1].restored = max(regions[-1].restored, begin)
+        return seconds
+
+    def _passing(self, region: Region, kept: int) -> None:
+        """What a region must compute before its own operations."""
+        passing = [i for i in region.reads if not kept >> i & 1]
+        if passing and region.mode.grid is not None:
+            region.before = self._reach(passing, kept)[0]
+
+    def _reach(self, ends: Sequence[int], whole: int, inside: int = 0) -> Reach:
+        """The operations that compute these results, and the whole arrays that they read.
+
+        `whole`, `inside`: sets of operations, as bits of a number: which results are whole arrays,
+        and which reductions are operations like any other. An answer is remembered together with
+        those bits of both that it depends on.
+        """
+        known = self._reached.setdefault(tuple(ends), [])
+        for at, (seen, whole_there, inside_there, answer) in enumerate(known):
+            if whole & seen == whole_there and inside & seen == inside_there:
+                known.insert(0, known.pop(at))  # likely to be asked for again
+                return answer
+        own, reads, pending, seen = set(ends), set(), list(ends), 0
+        while pending:
+            k = pending.pop()
+            seen |= self.facts.asked[k]
+            for r in self.facts.awaits[k]:
+                if inside >> r & 1 and r not in own:
+                    own.add(r)
+                    pending.append(r)
+            for i in self.facts.inputs[k]:
+                if whole >> i & 1:
+                    reads.add(i)
+                elif i not in own:
+                    own.add(i)
+                    pending.append(i)
+        answer = tuple(sorted(own)), tuple(sorted(reads))
+        known.insert(0, (seen, whole & seen, inside & seen, answer))
+        return answer

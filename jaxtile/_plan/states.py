@@ -1,0 +1,42 @@
+"""What a schedule says of every result of a network.
+
+The solver cuts a network into stretches and stores all that is live at a cut. That is too coarse
+for networks with skips and norms: of a bottleneck block, its narrow results should be kept and its
+wide ones, which are cheap to compute from them, should not. So here a schedule is an *assignment*.
+Each tiled result is
+
+    kept      a whole array until the backward pass has used it,
+    restored  a whole array in the forward pass, and once more in the backward pass, where the
+              regions from the one that computes it to its last reader are run again,
+    passing   a whole array in the forward pass, and computed again, by window, for every region
+              that reads it in the backward pass, or
+    inside    never a whole array: part of the regions that read it,
+
+and the region that computes it has a grid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from ..policy import GridSpec
+
+INSIDE, PASSING, RESTORED, KEPT = range(4)
+
+
+class Mode(NamedTuple):
+    """How a region is computed."""
+
+    grid: GridSpec
+    """None: once, as plain JAX does; all that is needed for the derivative is held."""
+    tiled_forward: bool = False
+    """Has the forward pass the same tiles? Otherwise it is in one piece."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    states: tuple[int, ...]
+    """Per operation, what becomes of its result."""
+    modes: tuple[Mode, ...]
+    """Per operation, how the region is computed that ends with it."""
