@@ -18,10 +18,10 @@ import jaxtile
 import jaxtile.nn
 import policies
 from experiments.measuring.problems import problem, shape_of
+from jaxtile._plan.candidates import named, portfolio
 from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
-from jaxtile._plan.search import _named, portfolio
 from jaxtile._plan.solver import fastest, smallest
 from jaxtile.policy import Choice
 
@@ -342,7 +342,7 @@ def test_explained():
 @pytest.mark.parametrize("text", ["store_all", "store_convs", "sqrt", "tiled:4x4"])
 def test_stages_of_a_policy_have_their_own_figures(text):
     outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=AXES)
-    found = _named(Model(outline, BUILT_IN["gpu"]), text)
+    found = named(Model(outline, BUILT_IN["gpu"]), text)
     assert found.seconds == pytest.approx(sum(s.seconds for s in found.stages))
     assert all(s.seconds > 0 and s.working_bytes > 0 for s in found.stages)
     assert sum(s.operations for s in found.stages) == len(outline.parts)

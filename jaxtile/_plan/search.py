@@ -16,11 +16,10 @@ Limits: a few schedules are compiled, not all; a faster one that fits may be mis
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,17 +29,17 @@ from .._amounts import format_bytes, format_ms
 from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
-from ..policy import Choice, GridSpec, Outline, names, resolve
+from ..policy import GridSpec, Outline
 from .assignment import Assignments
+from .candidates import as_assignment, assigned, named, portfolio, solved
 from .costs import Costs, has_host_memory
-from .descent import Descent, Found
+from .descent import Descent
 from .measuring import step_seconds
-from .model import Model, Stretches
+from .model import Model
 from .plan import Plan
-from .solver import Solution, Stage, fastest, measured, smallest
+from .solver import Stage, fastest, measured, smallest
 from .spans import Spans
-from .stage import Candidate, PlannedStage
-from .states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+from .stage import Candidate
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
 _CANDIDATES = 6  # schedules that are compiled
@@ -90,7 +89,7 @@ class Search:
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
         self.model = Model(outline, terms.costs, offload=terms.offload and has_host_memory())
         self.tables = self.model.stretches()
-        self.others = [_named(self.model, text) for text in portfolio(self.model)]
+        self.others = [named(self.model, text) for text in portfolio(self.model)]
         self.descent = Descent(Assignments(outline, terms.costs), self.model.grids)
         self.spans = Spans(self.descent.costs, self.model.grids)
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
@@ -155,7 +154,7 @@ class Search:
         which can be smaller than every schedule that recomputes. The error names the smaller one's
         bytes as a budget that works.
         """
-        return {self.smallest(), _solved(self.model, self.tables, self.plain)}
+        return {self.smallest(), solved(self.model, self.tables, self.plain)}
 
     def _best(self) -> Candidate | None:
         """The fastest schedule that was found to fit."""
@@ -257,8 +256,8 @@ class Search:
         found = [c for c in self.others if c.peak <= allowed["catalogue"]]
         begun = []
         if solution is not None:
-            candidate = _solved(self.model, self.tables, solution)
-            assignment = _as_assignment(self.model, self.tables, solution)
+            candidate = solved(self.model, self.tables, solution)
+            assignment = as_assignment(self.model, self.tables, solution)
             if not any(stage.offloaded for stage in candidate.stages):
                 # Schedules of both kinds are compared by one estimate.
                 seconds = self.descent.costs.estimate(assignment).seconds
@@ -266,14 +265,16 @@ class Search:
             found.insert(0, candidate)
             begun.append(assignment)
         within = self.spans.fastest(allowed["descent"])
-        assigned = self.descent.fastest(allowed["descent"], begun, within)
-        return found if assigned is None else [*found, _assigned(self.descent, assigned)]
+        best = self.descent.fastest(allowed["descent"], begun, within)
+        return found if best is None else [*found, assigned(self.descent, best)]
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
-            solved = _solved(self.model, self.tables, smallest(self.tables))
-            assigned = _assigned(self.descent, self.descent.smallest())
-            self._smallest = min([solved, assigned, *self.others], key=lambda c: c.peak)
+            found = [
+                solved(self.model, self.tables, smallest(self.tables)),
+                assigned(self.descent, self.descent.smallest()),
+            ]
+            self._smallest = min([*found, *self.others], key=lambda c: c.peak)
         return self._smallest
 
     def _plan(
@@ -293,114 +294,6 @@ class Search:
             plain_bytes=int(self.fixed + self.plain.peak),
             measured_seconds=seconds,
         )
-
-
-def portfolio(model: Model) -> list[str]:
-    """Policies of the catalogue that the planner tries beside what the solver finds, so that its
-    plan is never worse than these.
-    """
-    simple = ["retained", "store_convs", "every:2", "every:4", "every:8", "sqrt", "recompute_all"]
-    tiled = ["tiled:" + "x".join(map(str, grid)) for grid in model.grids]
-    known = {name.partition(":")[0] for name in names()}
-    return [text for text in simple + tiled if text.partition(":")[0] in known]
-
-
-def _solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
-    """A solution of the tables, with the names of operations instead of indices."""
-    parts = model.outline.parts
-    stages = []
-    for at, (mode, a, b) in enumerate(solution.stages):
-        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
-        alive = [k for k in model.live(j).nonzero()[0] if i <= k < j]
-        following = solution.stages[at + 1] if at + 1 < len(solution.stages) else None
-        waits = following is not None and tables.modes[following.mode][1]
-        stages.append(
-            PlannedStage(
-                first=parts[i].name,
-                last=parts[j - 1].name,
-                operations=j - i,
-                grid=grid,
-                stored=tuple(parts[k].name for k in alive),
-                stored_bytes=int(model.bytes[alive].sum()),
-                held_bytes=int(tables.added[mode, a, b]),
-                offloaded=(parts[alive[-1]].name,) if waits else (),
-                working_bytes=int(tables.peak[mode, a, b]),
-                seconds=float(tables.seconds[mode, a, b]),
-            )
-        )
-    rest = Choice(stages[-1].grid)
-    return Candidate(_merged(stages), rest, "solver", solution.seconds, solution.peak)
-
-
-def _as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assignment:
-    """What is live at a cut is kept, everything else is inside its stretch."""
-    states, modes = [INSIDE] * model.n, []
-    for mode, a, b in solution.stages:
-        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
-        modes += [Mode(grid, tiled_forward=isinstance(grid, tuple))] * (j - i)
-        for k in model.live(j).nonzero()[0]:
-            states[k] = KEPT
-    return Assignment(tuple(states), tuple(modes))
-
-
-def _assigned(descent: Descent, found: Found) -> Candidate:
-    """An assignment, with the names of operations: neighbours with one grid are a stage."""
-    costs, facts = descent.costs, descent.facts
-    states, modes = found.assignment.states, found.assignment.modes
-    parts, estimate = facts.outline.parts, costs.estimate(found.assignment)
-    needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
-    stages = []
-    for (grid, tiled_forward), members in itertools.groupby(range(facts.n), modes.__getitem__):
-        own = list(members)
-        kept, passing, restored = (
-            [k for k in own if states[k] == state and k in facts.whole]
-            for state in (KEPT, PASSING, RESTORED)
-        )
-        regions = [r for r in estimate.regions if r.end in own]
-        once = {k for r in regions if grid is None for k in r.own}
-        stages.append(
-            PlannedStage(
-                first=parts[own[0]].name,
-                last=parts[own[-1]].name,
-                operations=len(own),
-                grid=grid,
-                stored=tuple(parts[k].name for k in kept),
-                stored_bytes=int(sum(facts.bytes[k] for k in kept)),
-                held_bytes=int(
-                    sum(facts.held[k] for k in once) or sum(facts.bytes[k] for k in kept)
-                ),
-                offloaded=(),
-                working_bytes=int(max((needs[r.end] for r in regions), default=0)),
-                seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
-                passing=tuple(parts[k].name for k in passing),
-                restored=tuple(parts[k].name for k in restored),
-                forward=None if tiled_forward or not isinstance(grid, tuple) else descent.once,
-            )
-        )
-    rest = Choice(stages[-1].grid, forward=stages[-1].forward)
-    return Candidate(tuple(stages), rest, "descent", found.seconds, found.peak)
-
-
-def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
-    """Neighbouring stages that are both kept as plain JAX keeps them are joined into one."""
-    merged: list[PlannedStage] = []
-    for stage in stages:
-        if merged and merged[-1].grid is None and stage.grid is None:
-            before = merged.pop()
-            stage = stage._replace(
-                first=before.first,
-                operations=before.operations + stage.operations,
-                held_bytes=before.held_bytes + stage.held_bytes,
-                working_bytes=before.held_bytes + stage.working_bytes,
-                seconds=before.seconds + stage.seconds,
-            )
-        merged.append(stage)
-    return tuple(merged)
-
-
-def _named(model: Model, text: str) -> Candidate:
-    """A policy of the catalogue, costed with the same model."""
-    return model.estimate(resolve(text).choose(model.outline), text)
 
 
 def _kind(candidate: Candidate) -> str:

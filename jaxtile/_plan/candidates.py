@@ -1,0 +1,121 @@
+"""Schedules from wherever they come, in one form: with names of operations, bytes and seconds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ..policy import Choice, names, resolve
+from .descent import Descent, Found
+from .model import Model, Stretches
+from .solver import Solution
+from .stage import Candidate, PlannedStage
+from .states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+
+
+def portfolio(model: Model) -> list[str]:
+    """Policies of the catalogue that the planner tries beside what the solver finds, so that its
+    plan is never worse than these.
+    """
+    simple = ["retained", "store_convs", "every:2", "every:4", "every:8", "sqrt", "recompute_all"]
+    tiled = ["tiled:" + "x".join(map(str, grid)) for grid in model.grids]
+    known = {name.partition(":")[0] for name in names()}
+    return [text for text in simple + tiled if text.partition(":")[0] in known]
+
+
+def solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
+    """A solution of the tables, with the names of operations instead of indices."""
+    parts = model.outline.parts
+    stages = []
+    for at, (mode, a, b) in enumerate(solution.stages):
+        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
+        alive = [k for k in model.live(j).nonzero()[0] if i <= k < j]
+        following = solution.stages[at + 1] if at + 1 < len(solution.stages) else None
+        waits = following is not None and tables.modes[following.mode][1]
+        stages.append(
+            PlannedStage(
+                first=parts[i].name,
+                last=parts[j - 1].name,
+                operations=j - i,
+                grid=grid,
+                stored=tuple(parts[k].name for k in alive),
+                stored_bytes=int(model.bytes[alive].sum()),
+                held_bytes=int(tables.added[mode, a, b]),
+                offloaded=(parts[alive[-1]].name,) if waits else (),
+                working_bytes=int(tables.peak[mode, a, b]),
+                seconds=float(tables.seconds[mode, a, b]),
+            )
+        )
+    rest = Choice(stages[-1].grid)
+    return Candidate(_merged(stages), rest, "solver", solution.seconds, solution.peak)
+
+
+def as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assignment:
+    """What is live at a cut is kept, everything else is inside its stretch."""
+    states, modes = [INSIDE] * model.n, []
+    for mode, a, b in solution.stages:
+        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
+        modes += [Mode(grid, tiled_forward=isinstance(grid, tuple))] * (j - i)
+        for k in model.live(j).nonzero()[0]:
+            states[k] = KEPT
+    return Assignment(tuple(states), tuple(modes))
+
+
+def assigned(descent: Descent, found: Found) -> Candidate:
+    """An assignment, with the names of operations: neighbours with one grid are a stage."""
+    costs, facts = descent.costs, descent.facts
+    states, modes = found.assignment.states, found.assignment.modes
+    parts, estimate = facts.outline.parts, costs.estimate(found.assignment)
+    needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
+    stages = []
+    for (grid, tiled_forward), members in itertools.groupby(range(facts.n), modes.__getitem__):
+        own = list(members)
+        kept, passing, restored = (
+            [k for k in own if states[k] == state and k in facts.whole]
+            for state in (KEPT, PASSING, RESTORED)
+        )
+        regions = [r for r in estimate.regions if r.end in own]
+        once = {k for r in regions if grid is None for k in r.own}
+        stages.append(
+            PlannedStage(
+                first=parts[own[0]].name,
+                last=parts[own[-1]].name,
+                operations=len(own),
+                grid=grid,
+                stored=tuple(parts[k].name for k in kept),
+                stored_bytes=int(sum(facts.bytes[k] for k in kept)),
+                held_bytes=int(
+                    sum(facts.held[k] for k in once) or sum(facts.bytes[k] for k in kept)
+                ),
+                offloaded=(),
+                working_bytes=int(max((needs[r.end] for r in regions), default=0)),
+                seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
+                passing=tuple(parts[k].name for k in passing),
+                restored=tuple(parts[k].name for k in restored),
+                forward=None if tiled_forward or not isinstance(grid, tuple) else descent.once,
+            )
+        )
+    rest = Choice(stages[-1].grid, forward=stages[-1].forward)
+    return Candidate(tuple(stages), rest, "descent", found.seconds, found.peak)
+
+
+def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
+    """Neighbouring stages that are both kept as plain JAX keeps them are joined into one."""
+    merged: list[PlannedStage] = []
+    for stage in stages:
+        if merged and merged[-1].grid is None and stage.grid is None:
+            before = merged.pop()
+            stage = stage._replace(
+                first=before.first,
+                operations=before.operations + stage.operations,
+                held_bytes=before.held_bytes + stage.held_bytes,
+                working_bytes=before.held_bytes + stage.working_bytes,
+                seconds=before.seconds + stage.seconds,
+            )
+        merged.append(stage)
+    return tuple(merged)
+
+
+def named(model: Model, text: str) -> Candidate:
+    """A policy of the catalogue, costed with the same model."""
+    return model.estimate(resolve(text).choose(model.outline), text)
