@@ -4,8 +4,9 @@
 
 Expect: a step in 19.3 GiB (plain JAX would need 1.28 TiB) and 18 s, 60 megapixels/s, on an H200,
 where six steps and an evaluation were run; with --config.policy=budget:16GiB in 14.8 GiB (compiled
-only). Before the first step, the GPU's compiler tries algorithms for five minutes (once: they are
-kept in the workdir). Quality is not measured.
+only). These times are from before the classifier was stated as products of matrices and
+deterministic runs were tuned. Before the first step, the GPU's compiler tries algorithms for a
+minute or more (once: they are kept in the workdir). Quality is not measured.
 """
 
 from experiments.program.config import base

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxtile._rules import convolve, max_pool
+import jaxtile
+from jaxtile._rules import convolve, max_pool, products
 
 from .support import normal, parametrize_few
 
@@ -137,3 +138,62 @@ def test_a_strided_convolution_of_few_channels(strides, padding, size, order):
     chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     assert all(jnp.abs(a - b).max() < 1e-12 for a, b in zip(found, expected, strict=True))
     assert all(jnp.abs(a).max() > 0 for a in expected)
+
+
+@parametrize_few("padding", [((-1, 2), (3, 0)), ((0, 0), (0, 0)), ((2, 2), (1, 1))])
+@pytest.mark.parametrize("order", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NHWC")])
+def test_a_convolution_as_products(padding, order, monkeypatch):
+    monkeypatch.setattr(products, "LARGE", 2)
+    if order[0] == "NHWC":
+        x, w = normal(0, 2, 8, 9, 3), normal(1, 4, 2, 3, 5)
+    else:
+        x, w = normal(0, 2, 3, 8, 9), normal(1, 5, 3, 4, 2)
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=order)
+
+    _, params = params_of(conv, x, w)
+    assert products.has_large_kernel(params, x, w)
+    y, pull = jax.vjp(conv, x, w)
+    cotangent = jnp.cos(jnp.arange(y.size, dtype=x.dtype)).reshape(y.shape)
+    found = [
+        products.by_rows(params, x, w),
+        *products.gradients_by_rows(params, x, w, cotangent),
+    ]
+    expected = [y, *pull(cotangent)]
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    assert all(jnp.abs(a - b).max() < 1e-12 for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("spatial", [1, 3])
+def test_a_convolution_as_products_in_other_dimensions(spatial):
+    x, w = normal(0, 2, *(6,) * spatial, 2), normal(1, *(3,) * spatial, 2, 4)
+    letters = "DHW"[-spatial:]
+    order = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (1,) * spatial, "SAME", dimension_numbers=order)
+
+    _, params = params_of(conv, x, w)
+    y, pull = jax.vjp(conv, x, w)
+    found = [products.by_rows(params, x, w), *products.gradients_by_rows(params, x, w, y)]
+    expected = [y, *pull(y)]
+    assert all(jnp.abs(a - b).max() < 1e-11 for a, b in zip(found, expected, strict=True))
+
+
+def test_dense_layers_as_convolutions_are_products_on_a_gpu():
+    """Where XLA compiles for: nothing is run."""
+    x = jax.ShapeDtypeStruct((1, 9, 9, 512), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((7, 7, 512, 4096), jnp.bfloat16)
+
+    def step(x, w):
+        layout = ("NHWC", "HWIO", "NHWC")
+        y = lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=layout)
+        return y.astype(jnp.float32).sum()
+
+    tiled = jaxtile.checkpoint(step, in_axes=((1, 2), None), tiles=(2, 2))
+    traced = jax.jit(jax.grad(tiled, (0, 1))).trace(x, w)
+    text = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
+    assert "stablehlo.convolution" in text["cpu"]
+    assert "stablehlo.convolution" not in text["cuda"]
+    assert "stablehlo.dot_general" in text["cuda"]

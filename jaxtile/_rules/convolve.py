@@ -18,6 +18,8 @@ A GPU multiplies channels in eights, so a strided convolution on the three of an
 multiplication by zeros. There, the pixels of a block as large as a stride become channels, and the
 kernel is one of blocks: of ResNet's first layer 2.4 ms become 1.1, and of its kernel's gradient 1.5
 become 0.9 (H200, 4096 x 4096, bfloat16).
+
+Kernels as large as dense layers have a file of their own (`products`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from jax.extend.core import Literal
 from jax.extend.core.primitives import conv_general_dilated_p
 
 from .derivative import apply
+from .dimension_order import as_ordered_by, operands_in_order, ordered
 from .plainly import plain
+from .products import by_rows, gradients_by_rows, has_large_kernel
 from .reductions import accumulation_dtype
 
 Array = jax.Array
@@ -59,9 +63,13 @@ def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any], *, in_loop: bool
 
 
 def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
-    reordered = in_loop and params["dimension_numbers"] != _ordered(params, lhs.ndim)
+    reordered = in_loop and params["dimension_numbers"] != ordered(params, lhs.ndim)
     cpu = _in_order if reordered else _as_given
-    default = _by_blocks if _is_narrow(params, lhs) else _as_given
+    default = _as_given
+    if has_large_kernel(params, lhs, rhs):
+        default = by_rows
+    elif _is_narrow(params, lhs):
+        default = _by_blocks
     if cpu is default:
         return _as_given(params, lhs, rhs)
     return lax.platform_dependent(
@@ -95,6 +103,8 @@ class _Convolution:
             return of_image(cotangent)[0], of_kernel(cotangent)[0]
 
         def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
+            if has_large_kernel(params, lhs, rhs):
+                return gradients_by_rows(params, lhs, rhs, cotangent)
             if _is_narrow(params, lhs):
                 return gradients(_by_blocks, lhs, rhs, cotangent)
             of_kernel = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
@@ -118,7 +128,12 @@ def _as_given(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
 
 
 def _is_restated(params: Mapping[str, Any], lhs: Array, rhs: Array) -> bool:
-    return _is_transposed(params) or _is_depthwise(params, rhs) or _is_narrow(params, lhs)
+    return (
+        has_large_kernel(params, lhs, rhs)
+        or _is_transposed(params)
+        or _is_depthwise(params, rhs)
+        or _is_narrow(params, lhs)
+    )
 
 
 def _is_transposed(params: Mapping[str, Any]) -> bool:
@@ -215,32 +230,10 @@ def _padded(x: Array, dim: int, low: int, high: int) -> Array:
     return lax.pad(x, np.zeros((), x.dtype), padding)
 
 
-def _ordered(params: Mapping[str, Any], rank: int) -> Any:
-    """The dimension numbers of operands as (batch, space, feature) and (space, in, out)."""
-    last = (0, rank - 1, *range(1, rank - 1))
-    kernel = (rank - 1, rank - 2, *range(rank - 2))
-    return type(params["dimension_numbers"])(last, kernel, last)
-
-
 def _in_order(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     """The same convolution with operands as (batch, space, feature) and (space, in, out)."""
-    ordered = {**params, "dimension_numbers": _ordered(params, lhs.ndim)}
-    return _as_ordered_by(params, _as_given(ordered, *_operands_in_order(params, lhs, rhs)))
-
-
-def _operands_in_order(params: Mapping[str, Any], lhs: Array, rhs: Array) -> tuple[Array, Array]:
-    batch, feature, *space = params["dimension_numbers"].lhs_spec
-    out_feature, in_feature, *kernel_space = params["dimension_numbers"].rhs_spec
-    return (
-        lax.transpose(lhs, (batch, *space, feature)),
-        lax.transpose(rhs, (*kernel_space, in_feature, out_feature)),
-    )
-
-
-def _as_ordered_by(params: Mapping[str, Any], out: Array) -> Array:
-    """A result as (batch, space, feature), with the dimensions where they belong."""
-    batch, feature, *space = params["dimension_numbers"].out_spec
-    return lax.transpose(out, tuple(np.argsort((batch, *space, feature))))
+    in_order = {**params, "dimension_numbers": ordered(params, lhs.ndim)}
+    return as_ordered_by(params, _as_given(in_order, *operands_in_order(params, lhs, rhs)))
 
 
 def _by_blocks(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
@@ -250,7 +243,7 @@ def _by_blocks(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     zeros in front of the kernel that it begins with a block, it is a window of whole blocks.
     """
     strides = params["window_strides"]
-    lhs, rhs = _operands_in_order(params, lhs, rhs)
+    lhs, rhs = operands_in_order(params, lhs, rhs)
     padding, image, kernel = [], [(0, 0, 0)], []
     for k, (stride, (before, after)) in enumerate(zip(strides, params["padding"], strict=True)):
         length, taps, front = lhs.shape[1 + k], rhs.shape[k], -before % stride
@@ -268,9 +261,9 @@ def _by_blocks(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
         **params,
         "window_strides": (1,) * len(strides),
         "padding": tuple(padding),
-        "dimension_numbers": _ordered(params, lhs.ndim),
+        "dimension_numbers": ordered(params, lhs.ndim),
     }
-    return _as_ordered_by(params, _as_given(blocked, lhs, rhs))
+    return as_ordered_by(params, _as_given(blocked, lhs, rhs))
 
 
 def _pixels_as_channels(x: Array, first: int, sizes: Sequence[int]) -> Array:
