@@ -590,7 +590,8 @@ def test_where_batches_lie(monkeypatch):
         config = get_config()
         with config.unlocked():
             config.update_from_flattened_dict(fields)
-        found, text = placed(shapes, config, Devices())
+        where, found, text = placed(shapes, config, Devices())
+        assert where == ("host" if found[0].sharding else "device")
         return [x.sharding is not None for x in found], text
 
     assert memory() == memory(policy="budget:20MiB") == ([False, False], "")  # of a CPU

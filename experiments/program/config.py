@@ -53,7 +53,7 @@ _DATA = {
     "eval_fraction": 0.2,  # of a folder without train/ and eval/
     "augment": False,
     "on_bad_file": "error",  # or skip
-    "placement": "auto",  # of a batch while its step runs: device, host, or what fits a budget
+    "placement": "auto",  # of a batch while its step runs: device, host, disk, or what fits
     "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1; (): of the training images
     "std": (0.25,),
 }
@@ -142,7 +142,7 @@ def check(config: ConfigDict) -> None:
     _one_of(config, "dtype", ("float32", "bfloat16"))  # float16 would need its loss scaled
     _one_of(config, "data.labels", ("masks", "targets", "folders", "csv", "tags"))
     _one_of(config, "data.on_bad_file", ("error", "skip"))
-    _one_of(config, "data.placement", ("auto", "device", "host"))
+    _one_of(config, "data.placement", ("auto", "device", "host", "disk"))
     _one_of(config, "data.dimensions", (1, 2, 3))
     _one_of(config, "data.dtype", PIXELS)
     _one_of(config, "train.optimiser", OPTIMISERS)
