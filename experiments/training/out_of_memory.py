@@ -66,7 +66,8 @@ class Budgets:
         with self.file.open("a") as file:
             file.write(json.dumps(line) + "\n")
         self._take(line)
-        return f"out of memory: {line['error']}\nplanning for {less} MiB instead of {before} bytes"
+        instead = f"planning for {less} MiB instead of {format_bytes(before)}"
+        return f"out of memory: {line['error']}\n{instead}"
 
     def _take(self, line: dict[str, Any]) -> None:
         self.shrunk.append(line)
