@@ -95,6 +95,7 @@ class FromDisk:
             tiles=tiles.grid,
             policy=policies.resolve(tiles.policy),
             store=folder,
+            skip=step.learner.config.skip,
         )
         self.update = step.update()
         self.compile_seconds = time.perf_counter() - began
@@ -111,5 +112,6 @@ class FromDisk:
         return f"about {format_bytes(self.bytes)} of the device, in {grid} tiles from disk"
 
     def memory_text(self) -> str:
-        peak = self.peak.observed()
-        return f"step ~{format_bytes(self.bytes)}" if peak is None else f"peak {format_bytes(peak)}"
+        peak, skipped = self.peak.observed(), self.streamed.skipped
+        text = f"step ~{format_bytes(self.bytes)}" if peak is None else f"peak {format_bytes(peak)}"
+        return f"{text}  {skipped} tiles skipped" if skipped else text

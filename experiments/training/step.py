@@ -125,6 +125,7 @@ class Step:
             return self._of(self.learner.loss).trace(self.state, *_strong(self.batch))
         axes, devices = self.learner.in_axes(2), self.devices
         options = devices.options(axes[2])
+        options["skip"] = self.learner.config.skip
         loss = jaxtile.checkpoint(self.learner.loss, in_axes=axes, policy=policy, **options)
         state = devices.typed(self.state, replicated=True)
         batch = devices.typed(self.batch, replicated=False)
@@ -143,6 +144,7 @@ class Step:
                 budget=max(1, budget - ahead),
                 step=self._of,
                 step_args=(self.state, *self.batch),
+                skip=self.learner.config.skip,
                 # All processes of a run must come to the same plan, however fast each is. On a CPU
                 # the fastest of three is chance, and two runs should do the same.
                 time_limit=60 if jax.process_count() == 1 else math.inf,
