@@ -142,7 +142,7 @@ def test_a_mask_of_a_source():
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=60, **(_SETTINGS | {"derandomize": False}))
+@hypothesis.settings(max_examples=25, **(_SETTINGS | {"derandomize": False}))
 @hypothesis.given(networks())
 def test_random_networks(network):
     hypothesis.note(repr(network))

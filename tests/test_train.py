@@ -460,14 +460,14 @@ _LIMITED = """
 import pathlib, resource, sys
 from experiments import train
 from experiments.training.run import Run
-from tests.tiny_config import get_config
+from experiments.program.config import base
 
 compute, allowed, NONE = Run.compute, [], resource.RLIM_INFINITY
 
 
 def limited(self, batch):
-    "In each step, as many bytes as four fifths of what the first budget's step needs."
-    allowed[:] = allowed or [int(0.8 * self.program.bytes)]
+    "In each step, a little less memory than the first budget's step needs."
+    allowed[:] = allowed or [int(0.95 * self.program.bytes)]
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + allowed[0]
     resource.setrlimit(resource.RLIMIT_AS, (most, NONE))
@@ -478,11 +478,9 @@ def limited(self, batch):
 
 
 Run.compute = limited
-config = get_config()
-config.update_from_flattened_dict({
-    "policy": "budget:200MiB", "data.size": 512, "model.channels": 4, "train.steps": 2,
-    "data.train_images": 2, "data.eval_images": 1, "eval.every": 0,
-})
+config = base("unet", channels=8, depth=1, padding="SAME", dropout=0.0)
+config.policy, config.data.size, config.data.train_images = "budget:400MiB", 512, 2
+config.train.steps, config.eval.every, config.data.eval_images = 2, 0, 1
 sys.exit(train.train(config, sys.argv[1]))
 """
 
@@ -497,19 +495,19 @@ def test_out_of_memory_with_a_budget_plans_for_less_and_goes_on(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "out of memory: RESOURCE_EXHAUSTED" in done.stdout
-    assert "planning for 160 MiB instead of 200 MiB" in done.stdout
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["step"] == 2
-    assert found["replanned"][0]["instead"] == "budget:160MiB"
-    assert found["policy"] == found["replanned"][-1]["instead"]
-    assert "replanned" in (tmp_path / "summary.txt").read_text()
-    again = Budgets("budget:200MiB", tmp_path, alone=True)
-    assert again.policy == found["policy"]  # a run that goes on begins with it
-    assert Budgets("budget:190MiB", tmp_path, alone=True).policy == "budget:190MiB"
+    (line,) = found["replanned"]
+    assert (line["policy"], line["instead"], line["step"]) == ("budget:400MiB", found["policy"], 0)
+    assert f"planning for {line['instead'][7:-3]} MiB instead of 400 MiB" in done.stdout
+    assert f"{line['instead']} after budget:400MiB" in (tmp_path / "summary.txt").read_text()
+    # A run that goes on begins with it; one with another budget does not.
+    assert Budgets("budget:400MiB", tmp_path, alone=True).policy == line["instead"]
+    assert Budgets("budget:390MiB", tmp_path, alone=True).policy == "budget:390MiB"
 
 
 @pytest.mark.slow

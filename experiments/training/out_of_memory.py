@@ -9,6 +9,7 @@ that goes on begins with it.
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import shlex
 import sys
@@ -49,12 +50,15 @@ class Budgets:
             if line["policy"] == self.policy:
                 self._take(line)
 
-    def shrink(self, error: Exception, done: int) -> str | None:
-        """Take a smaller budget, after so many steps; a text about it. None: there is no budget."""
+    def shrink(self, error: Exception, done: int, needed: float = math.inf) -> str | None:
+        """Take a smaller budget, after so many steps; a text about it. None: there is no budget.
+
+        `needed`: bytes of the step that failed, if they are known.
+        """
         if not self.policy.startswith(_BUDGET) or not self.alone:
             return None
         before = policies.parse_bytes(self.policy.removeprefix(_BUDGET))
-        less = min(int(_LESS * before), int(_SHARE * memory_limit())) // 2**20
+        less = int(min(_LESS * min(before, needed), _SHARE * memory_limit())) // 2**20
         line = {
             "policy": self.policy,
             "instead": f"{_BUDGET}{less}MiB",
@@ -87,7 +91,9 @@ class OutOfMemory:
         if isinstance(error, policies.BudgetError):
             raise Stopped(self._too_small(error)) from None
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            if (told := self.budgets.shrink(error, self.done)) is not None:
+            planned = isinstance(self.policy, Plan)
+            needed = self.policy.measured_bytes + self.step.batch_bytes if planned else math.inf
+            if (told := self.budgets.shrink(error, self.done, needed)) is not None:
                 raise Replan(told) from None
             raise Stopped(self._advice(error)) from None
 
