@@ -19,13 +19,17 @@ import tifffile
 from ml_collections import ConfigDict
 from PIL import Image as pillow
 
+import policies
 from experiments.devices.hosts import Devices
-from experiments.program.config import ConfigError
+from experiments.program.config import ConfigError, base
 from experiments.training import feed
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.feed import placed
+from experiments.training.from_disk import choose_tiles
+from experiments.training.learner import Learner
 from experiments.training.out_of_memory import Budgets
 from experiments.training.saved import Saved
+from experiments.training.step import Step, make_optimiser
 from experiments.training.trained import load_trained
 from experiments.training.workdir import Workdir
 
@@ -635,6 +639,27 @@ def test_batches_in_host_memory_give_the_same_numbers(tmp_path):
         assert ("batches lie in host memory" in text) == (place == "host")
         found.append((tmp_path / place / "metrics.jsonl").read_bytes())
     assert found[0] == found[1]
+
+
+def test_tiles_of_a_step_from_disk():
+    """Halved until they fit a budget; a policy that computes in one piece is refused."""
+    config = base("unet", channels=2, depth=1, padding="SAME", dropout=0.0)
+    config.data.size = 512
+    learner = Learner(config)
+    batch = (
+        jax.ShapeDtypeStruct((1, 512, 512, 1), np.uint8),
+        jax.ShapeDtypeStruct((1, 512, 512), np.uint8),
+    )
+    step = Step(learner, make_optimiser(config)[0], batch)
+    one = choose_tiles(step, "sqrt")
+    assert one.grid == (1, 1)
+    found = choose_tiles(step, f"budget:{one.bytes // 3}")
+    assert (found.policy, found.grid) == ("passing:4x4", (4, 4))
+    assert found.bytes <= one.bytes // 3
+    with pytest.raises(policies.BudgetError, match="with tiles of 64 pixels"):
+        choose_tiles(step, "budget:10kB")
+    with pytest.raises(ConfigError, match="computes in one piece"):
+        choose_tiles(step, "store_all")
 
 
 @pytest.mark.slow
