@@ -27,7 +27,7 @@ from .training import summary
 from .training.checkpoints import CheckpointError
 from .training.feed import Feed
 from .training.instruments import Clock, Profiler, tensorboard
-from .training.out_of_memory import OutOfMemory, Stopped
+from .training.out_of_memory import OutOfMemory, Replan, Stopped
 from .training.run import Run
 from .training.setup import algorithms_chosen, make_repeatable
 from .training.workdir import ReadOnly, Workdir
@@ -62,15 +62,15 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
         workdir.check(config)
         make_repeatable(workdir.path, config.deterministic)
         run = Run(config, workdir, devices, now)
+        if run.on_disk and profile:
+            raise ConfigError("--profile is of one program, and a step from disk is many")
         finished = workdir.path / "summary.txt"
         if run.done == run.total and finished.exists():
             now.close()
             print(f"the run is complete:\n{finished.read_text()}", end="", flush=True)
             return 0
-        run.compile(now)
-        run.take_up(now)
         profiler = Profiler(workdir.path / "profile", profile)
-        code = take_steps(run, now, profiler)
+        code = complete(run, now, profiler)
     if told := profiler.report(run.program.step, run.predicted):
         print(f"profile: {told}\n")
     if code == 0 and devices.is_first:
@@ -80,6 +80,19 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
     return code
 
 
+def complete(run: Run, now: Now, profiler: Profiler) -> int:
+    """Compile, and take all steps; where memory does not suffice, with a smaller budget."""
+    while True:
+        try:
+            run.compile(now)
+            run.take_up(now)
+            return take_steps(run, now, profiler)
+        except Replan as smaller:
+            now.hide()
+            print(smaller, flush=True)
+        run.restore(now)
+
+
 def take_steps(run: Run, now: Now, profiler: Profiler) -> int:
     """All steps that are left, or those before a signal. Returns the exit code."""
     config, folder = run.config, run.workdir.path
@@ -87,10 +100,12 @@ def take_steps(run: Run, now: Now, profiler: Profiler) -> int:
     clock = Clock(run.workdir, size, run.train_set.shape)
     boards = tensorboard(config, folder, run.done)
     with (
-        OutOfMemory(run.step, run.policy),
+        OutOfMemory(run.step, run.budgets, run.done, run.policy),
         Noted() as signals,
         profiler,
-        data.Batches(run.train_set, size, seed=config.seed, start=run.done) as batches,
+        data.Batches(
+            run.train_set, size, seed=config.seed, start=run.done, lazy=run.on_disk
+        ) as batches,
         Feed(batches, run.devices, [x.sharding for x in run.step.batch]) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):

@@ -24,5 +24,6 @@ from ._memory.report import memory as memory
 from ._plan.plan import Plan as Plan
 from ._plan.planner import plan as plan
 from ._plan.search import BudgetError as BudgetError
+from ._stream.masked import masked as masked
 from ._stream.streaming import stream as stream
 from ._version import __version__ as __version__

@@ -7,6 +7,7 @@ Operations of elementwise equations are counted as if they were fused.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from ._errors import user_line
 from ._explanation import ArrayUse, Exchanged, Explanation, RegionReport, WholeReport
 from ._geometry import Window, partition
 from ._graph.build import Policy
+from ._graph.trace import Traced
 from ._graph.values import Node, Storage, Value
 from ._graph.work import flops, fused, whole_flops
 from ._regions.grid import Tiles
@@ -28,6 +30,7 @@ from ._regions.regions import Schedule
 from ._regions.targets import Target
 from ._regions.tile import TiledEquation
 from ._rules import Windows, traits
+from ._run.repeats import repeated
 from ._schedule import Options, scheduled
 from .policy import GraphPolicy
 
@@ -41,12 +44,15 @@ def explain(
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
     static_argnums: int | Sequence[int] = (),
+    skip: bool = False,
     **kwargs: Any,
 ) -> Explanation:
     """Describe what `checkpoint(fun, ...)(*args)` does, without running it.
 
-    Arguments may be arrays or `jax.ShapeDtypeStruct`s. On a mesh, regions also say what devices
-    send each other; the mesh may be a `jax.sharding.AbstractMesh`, of devices that are not here.
+    Arguments may be arrays or `jax.ShapeDtypeStruct`s. With `skip`, and tiled arguments that are
+    arrays, regions say how many of their tiles read the same as another one. On a mesh, regions
+    also say what devices send each other; the mesh may be a `jax.sharding.AbstractMesh`, of devices
+    that are not here.
 
     >>> import jax, jaxtile
     >>> def blur(kernel, image):
@@ -57,14 +63,17 @@ def explain(
     >>> explanation.regions[0].reads[0].halo
     ((1, 1), (1, 1))
     """
-    options = Options.of(in_axes, tiles, policy, mesh, mesh_axes, static_argnums)
-    return report(scheduled(fun, args, kwargs, options)[0])
+    options = Options.of(in_axes, tiles, policy, mesh, mesh_axes, static_argnums, skip)
+    return report(*scheduled(fun, args, kwargs, options))
 
 
-def report(plan: Schedule) -> Explanation:
+def report(plan: Schedule, traced: Traced) -> Explanation:
     """The explanation of a schedule."""
-    costs = fused(plan.graph.nodes)
-    regions = tuple(_region(r, costs, plan.stored) for r in plan.regions)
+    costs, skipped = fused(plan.graph.nodes), repeated(plan, traced.arguments)
+    regions = tuple(
+        dataclasses.replace(_region(r, costs, plan.stored), skipped=skipped.get(r.index, 0))
+        for r in plan.regions
+    )
     inside = {n for r in plan.regions for n in r.nodes} | {
         t.reduction for r in plan.regions for t in r.targets if t.reduction
     }

@@ -80,6 +80,9 @@ class RegionReport:
     devices: tuple[int, ...] = ()
     """Per axis of the grid; on a mesh only."""
     exchanged: Exchanged = Exchanged()
+    skipped: int = 0
+    """Tiles that the forward pass need not compute, since they read the same as another one; at
+    least so many."""
 
     @property
     def halo_share(self) -> float:
@@ -174,6 +177,9 @@ def _region_lines(region: RegionReport) -> Iterator[str]:
         f"{format_bytes(region.tile_bytes)}; forward {_count(region.tiled_flops)} operations, "
         f"{region.halo_share:.1%} of them in more tiles than one"
     )
+    if region.skipped:
+        skipped = f"at least {region.skipped} of {region.tiles} tiles"
+        yield f"  skips {skipped}, which read the same as others"
     if region.devices:
         sent = region.exchanged
         yield (

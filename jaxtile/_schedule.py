@@ -33,6 +33,7 @@ class Options:
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None
     mesh_axes: Sequence[str | None] | None = None
     static_argnums: tuple[int, ...] = ()
+    skip: bool = False
 
     @classmethod
     def of(
@@ -43,6 +44,7 @@ class Options:
         mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
         mesh_axes: Sequence[str | None] | None = None,
         static_argnums: int | Sequence[int] = (),
+        skip: bool = False,
     ) -> Options:
         """As the user says them: a policy may be a name."""
         if isinstance(policy, str):
@@ -58,7 +60,9 @@ class Options:
                 f"`static_argnums` (={static_argnums!r}) must be the number of an argument, or a "
                 "tuple of numbers"
             )
-        return cls(in_axes, tiles, policy, mesh, mesh_axes, tuple(numbers))
+        if skip and mesh is not None:
+            raise TilingError("`skip` is not for a `mesh`, whose devices would wait for each other")
+        return cls(in_axes, tiles, policy, mesh, mesh_axes, tuple(numbers), skip)
 
 
 def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
@@ -97,7 +101,7 @@ def scheduled(
     traced = trace(fun, args, kwargs, options.in_axes, options.static_argnums)
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
     graph, stored, tiles = decided(traced, options, devices)
-    return schedule_of(graph, stored, tiles, traced.rank, devices), traced
+    return schedule_of(graph, stored, tiles, traced.rank, devices, options.skip), traced
 
 
 def decided(

@@ -457,6 +457,26 @@ def test_a_run_goes_on_as_it_would_have(masks, start, batch_size):
                 same(next(rest), batch)
 
 
+@pytest.mark.parametrize("size", [12, (15, 13)])
+def test_lazy_batches_are_the_same_window_by_window(masks, size):
+    """Flipped and turned too; and nothing is read before it is asked for."""
+    options = {"path": masks, "size": size, "augment": True, "label_size": (8, 8)}
+    options |= {} if size == 12 else {"label_size": (11, 9)}
+    dataset, lazy = load(**options), load(**options)
+    with (
+        data.Batches(dataset, 3, seed=3, start=1) as batches,
+        data.Batches(lazy, 3, seed=3, start=1, lazy=True) as later,
+    ):
+        for _ in range(6):
+            want, found = next(batches), next(later)
+            assert (want.step, want.names) == (found.step, found.names)
+            for whole, part in ((want.images, found.images), (want.labels, found.labels)):
+                assert (whole.shape, whole.dtype) == (part.shape, part.dtype)
+                place = (slice(1, 3), slice(2, 7), slice(0, 8), slice(0, 1))[: whole.ndim]
+                np.testing.assert_array_equal(part[place], whole[place])
+                part.delete()
+
+
 def test_an_epoch_has_every_example_once(masks):
     dataset = load(path=masks)
     with data.Batches(dataset, 2, seed=0) as batches:

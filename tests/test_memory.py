@@ -27,8 +27,8 @@ def compiled(fun, size: int, channels: int = 16, layers: int = 8):
     return step.lower(params, image).compile()
 
 
-def tiled(tiles):
-    return jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=tiles)
+def tiled(tiles, **options):
+    return jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=tiles, **options)
 
 
 def test_eight_convolutions_hold_one_tile():
@@ -97,9 +97,11 @@ def _updates_in_place(called: list[str], computations: dict[str, str]) -> bool:
     return bool(roots) and all("dynamic-update-slice(" in root for root in roots)
 
 
-@pytest.mark.parametrize("size", [64, 61], ids=["divides", "does not"])
-def test_no_loop_copies_or_scans_a_whole_array(size):
-    hlo = compiled(tiled((8, 8)), size, 4, 3).as_text()
+@pytest.mark.parametrize(
+    ("size", "skip"), [(64, False), (61, False), (61, True)], ids=["divides", "does not", "skips"]
+)
+def test_no_loop_copies_or_scans_a_whole_array(size, skip):
+    hlo = compiled(tiled((8, 8), skip=skip), size, 4, 3).as_text()
     assert whole_array_instructions(hlo, f"f32[1,{size},{size},4]") == []
 
 

@@ -19,11 +19,17 @@ import tifffile
 from ml_collections import ConfigDict
 from PIL import Image as pillow
 
+import policies
 from experiments.devices.hosts import Devices
-from experiments.program.config import ConfigError
+from experiments.program.config import ConfigError, base
+from experiments.training import feed
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.feed import placed
+from experiments.training.from_disk import choose_tiles
+from experiments.training.learner import Learner
+from experiments.training.out_of_memory import Budgets
 from experiments.training.saved import Saved
+from experiments.training.step import Step, make_optimiser
 from experiments.training.trained import load_trained
 from experiments.training.workdir import Workdir
 
@@ -454,6 +460,61 @@ def test_out_of_memory_says_what_would_fit(tmp_path):
     assert "--config.policy=budget:" in text.splitlines()[-1]
 
 
+_LIMITED = """
+import pathlib, resource, sys
+from experiments import train
+from experiments.training.run import Run
+from experiments.program.config import base
+
+compute, NONE = Run.compute, resource.RLIM_INFINITY
+
+
+def limited(self, batch):
+    "The first budget's step gets less memory than it needs."
+    if self.budgets.shrunk:
+        return compute(self, batch)
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + int(0.9 * self.program.bytes)
+    resource.setrlimit(resource.RLIMIT_AS, (most, NONE))
+    try:
+        return compute(self, batch)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (NONE, NONE))
+
+
+Run.compute = limited
+config = base("unet", channels=8, depth=1, padding="SAME", dropout=0.0)
+config.policy, config.data.size, config.data.train_images = "budget:400MiB", 512, 2
+config.train.steps, config.eval.every, config.data.eval_images = 2, 0, 1
+sys.exit(train.train(config, sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_out_of_memory_with_a_budget_plans_for_less_and_goes_on(tmp_path):
+    """The process really gets no more memory while the first step runs."""
+    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    done = subprocess.run(
+        [sys.executable, "-c", _LIMITED, str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "out of memory: RESOURCE_EXHAUSTED" in done.stdout
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["step"] == 2
+    (line,) = found["replanned"]
+    assert (line["policy"], line["instead"], line["step"]) == ("budget:400MiB", found["policy"], 0)
+    assert f"planning for {line['instead'][7:-3]} MiB instead of 400 MiB" in done.stdout
+    assert f"{line['instead']} after budget:400MiB" in (tmp_path / "summary.txt").read_text()
+    # A run that goes on begins with it; one with another budget does not.
+    assert Budgets("budget:400MiB", tmp_path, alone=True).policy == line["instead"]
+    assert Budgets("budget:390MiB", tmp_path, alone=True).policy == "budget:390MiB"
+
+
 @pytest.mark.slow
 def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
     code, text = run(tmp_path, "--config.policy=budget:20kB")
@@ -580,6 +641,66 @@ def test_batches_in_host_memory_give_the_same_numbers(tmp_path):
     assert found[0] == found[1]
 
 
+def test_tiles_of_a_step_from_disk():
+    """Halved until they fit a budget; a policy that computes in one piece is refused."""
+    config = base("unet", channels=2, depth=1, padding="SAME", dropout=0.0)
+    config.data.size = 512
+    learner = Learner(config)
+    batch = (
+        jax.ShapeDtypeStruct((1, 512, 512, 1), np.uint8),
+        jax.ShapeDtypeStruct((1, 512, 512), np.uint8),
+    )
+    step = Step(learner, make_optimiser(config)[0], batch)
+    one = choose_tiles(step, "sqrt")
+    assert one.grid == (1, 1)
+    found = choose_tiles(step, f"budget:{one.bytes // 3}")
+    assert (found.policy, found.grid) == ("passing:4x4", (4, 4))
+    assert found.bytes <= one.bytes // 3
+    with pytest.raises(policies.BudgetError, match="with tiles of 64 pixels"):
+        choose_tiles(step, "budget:10kB")
+    with pytest.raises(ConfigError, match="computes in one piece"):
+        choose_tiles(step, "store_all")
+
+
+@pytest.mark.slow
+def test_from_disk_killed_or_not_it_gives_the_same_numbers(tmp_path):
+    """Windows of files are read while a step runs; batch statistics and augmentation included."""
+    chance = np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+    for i in range(3):
+        mask = (chance.random((12, 11)) > 0.6).repeat(8, 0).repeat(8, 1).astype(np.uint8)
+        image = (mask * 120 + chance.integers(0, 60, mask.shape)).astype(np.uint8)
+        np.save(tmp_path / "data" / "images" / f"{i}.npy", image)
+        np.save(tmp_path / "data" / "masks" / f"{i}.npy", mask)
+    options = {
+        "data.kind": "folder",
+        "data.path": tmp_path / "data",
+        "data.size": 64,
+        "data.augment": True,
+        "policy": "passing:2x2",
+        "train.steps": 12,
+        "eval.every": 0,
+        "eval.tile": 32,
+        "checkpoint.every": 2,
+    }
+    few = [f"--config.{name}={value}" for name, value in options.items()]
+    process = launch(tmp_path / "killed", *few, "--config.data.placement=disk")
+    when(process, lambda: steps_written(tmp_path / "killed") >= 3)
+    process.kill()
+    process.communicate()
+    lines = {}
+    for name, place in (("killed", "disk"), ("disk", "disk"), ("device", "device")):
+        code, text = run(tmp_path / name, *few, f"--config.data.placement={place}")
+        assert code == 0, text
+        assert ("batches stay on disk" in text) == (place == "disk")
+        assert ("going on after step" in text) == (name == "killed")
+        lines[name] = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+    assert lines["killed"] == lines["disk"]
+    losses = [[json.loads(line)["loss"] for line in lines[n]] for n in ("disk", "device")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_where_batches_lie(monkeypatch):
     shapes = (
         jax.ShapeDtypeStruct((1, 1024, 1024, 3), np.uint8),
@@ -590,7 +711,8 @@ def test_where_batches_lie(monkeypatch):
         config = get_config()
         with config.unlocked():
             config.update_from_flattened_dict(fields)
-        found, text = placed(shapes, config, Devices())
+        where, found, text = placed(shapes, config, Devices())
+        assert where == ("host" if found[0].sharding else "device")
         return [x.sharding is not None for x in found], text
 
     assert memory() == memory(policy="budget:20MiB") == ([False, False], "")  # of a CPU
@@ -600,3 +722,10 @@ def test_where_batches_lie(monkeypatch):
     hosted, text = memory(policy="budget:20MiB")
     assert hosted == [True, False]
     assert "two of them take 6 MiB of 20 MiB" in text
+    monkeypatch.setattr(feed, "host_memory", lambda: 40 * 2**20)
+    assert memory(policy="budget:20MiB")[0] == [True, False]  # what is drawn is not on disk
+    config = get_config()
+    config.data.kind = "folder"
+    where, found, text = placed(shapes, config, Devices())
+    assert (where, found) == ("disk", shapes)
+    assert "four of them take 12 MiB of 40 MiB" in text

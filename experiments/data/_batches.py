@@ -16,11 +16,13 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from ..images import ImageError
 from ._dataset import DataError, Dataset
+from ._lazy import Lazy, stacked
 
 _MOST_THREADS = 16
 _MOST_AHEAD = 2 * 2**30
@@ -30,9 +32,9 @@ _MOST_AHEAD = 2 * 2**30
 @dataclasses.dataclass(frozen=True)
 class Batch:
     step: int
-    images: np.ndarray
+    images: np.ndarray | Lazy
     """(B, H, W, C), as a rule uint8."""
-    labels: np.ndarray
+    labels: np.ndarray | Lazy
     """(B,), int32; or (B, h, w), uint8, where 255 does not count; or what another task has."""
     names: tuple[str, ...]
     count: int
@@ -49,6 +51,8 @@ class Batches:
       start: the first step.
       prefetch: batches that are made ahead of time, on threads, an example on each; 0: none. By
         default two, or so many more as keep all threads at work within 2 GiB.
+      lazy: images, and what there is a label of for each position, stay on disk, and can be read by
+        window until they are deleted.
     """
 
     def __init__(
@@ -58,7 +62,11 @@ class Batches:
         seed: int,
         start: int = 0,
         prefetch: int | None = None,
+        *,
+        lazy: bool = False,
     ):
+        if lazy:
+            prefetch = 1
         if prefetch is None:
             prefetch = max(2, _ahead(dataset) // max(1, batch_size))
         if batch_size < 1 or start < 0 or prefetch < 0:
@@ -67,9 +75,9 @@ class Batches:
                 f"(={prefetch}) not negative"
             )
         self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
-        self._step, self._prefetch = start, prefetch
+        self._step, self._prefetch, self.lazy = start, prefetch, lazy
         self._order: tuple[int, np.ndarray] = -1, np.empty(0, int)
-        self._made: collections.deque[_Made] = collections.deque()
+        self._made: collections.deque[_Made | _Lazily] = collections.deque()
         threads = min(_threads(), batch_size * max(1, prefetch))
         self._pool = concurrent.futures.ThreadPoolExecutor(threads, "batches")
         self._closed = False
@@ -81,7 +89,8 @@ class Batches:
         if self._closed:
             raise ValueError("these batches are closed")
         while len(self._made) <= self._prefetch:
-            self._made.append(_Made(self, self._step, self._pool))
+            make = _Lazily if self.lazy else _Made
+            self._made.append(make(self, self._step, self._pool))
             self._step += 1
         batch = self._made[0].batch()  # if it fails, it fails again the next time
         self._made.popleft()
@@ -136,6 +145,29 @@ class _Made:
     def batch(self) -> Batch:
         names = tuple(self.dataset.name(future.result()) for future in self.futures)
         return Batch(self.step, self.images, self.labels, names, len(names))
+
+
+class _Lazily:
+    """A batch of files that are being opened."""
+
+    def __init__(self, batches: Batches, step: int, pool: concurrent.futures.Executor):
+        self.dataset, self.step, self.seed = batches.dataset, step, batches.seed
+        first = step * batches.batch_size
+        self.futures = [
+            pool.submit(self._open, i, batches.index(i))
+            for i in range(first, first + batches.batch_size)
+        ]
+
+    def _open(self, position: int, index: int) -> tuple[Any, Any, int]:
+        rng = np.random.default_rng([self.seed, position])
+        return self.dataset.good_example(index, rng, lazy=True)
+
+    def batch(self) -> Batch:
+        images, labels, indices = zip(*(f.result() for f in self.futures), strict=True)
+        dense = isinstance(labels[0], Lazy) or self.dataset.dense
+        found = stacked(labels) if dense else np.array(labels, self.dataset.label_dtype)
+        names = tuple(map(self.dataset.name, indices))
+        return Batch(self.step, stacked(images), found, names, len(names))
 
 
 def evaluation(dataset: Dataset, batch_size: int) -> Iterator[Batch]:

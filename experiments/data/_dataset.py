@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..images import ImageError
+from ._lazy import Lazy
 from ._scale import Scale
 
 IGNORED = 255
@@ -126,19 +127,27 @@ class Dataset:
         """One example, not augmented; a bad file is an `ImageError`."""
         raise NotImplementedError
 
+    def lazily(self, index: int, rng: np.random.Generator | None) -> tuple[Any, Any]:
+        """`read`, but of arrays that are on disk, windows can be read later."""
+        return self.read(index, rng)
+
     def example(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         """Image and label; without a generator, those for evaluation."""
         return self.good_example(index, rng)[:2]
 
     def good_example(
-        self, index: int, rng: np.random.Generator | None
-    ) -> tuple[np.ndarray, Any, int]:
-        """`example`, and the index it has: another one, where the file was bad and is skipped."""
+        self, index: int, rng: np.random.Generator | None, *, lazy: bool = False
+    ) -> tuple[Any, Any, int]:
+        """`example`, and the index it has: another one, where the file was bad and is skipped.
+
+        `lazy`: what is on disk stays there. What is bad inside a file is then seen by who reads it.
+        """
+        read = self.lazily if lazy else self.read
         for offset in range(len(self)):
             found = (index + offset) % len(self)
             generator = copy.deepcopy(rng)  # each attempt draws the same numbers
             try:
-                image, label = self.read(found, generator)
+                image, label = read(found, generator)
             except ImageError as error:
                 if self.on_bad_file == "error":
                     raise
@@ -146,7 +155,7 @@ class Dataset:
                 continue
             if generator is not None and self.augment:
                 image, label = augmented(image, label, generator)
-            return np.ascontiguousarray(image), label, found
+            return image if lazy else np.ascontiguousarray(image), label, found
         raise DataError(
             self.name(index),
             f"this and all other {len(self) - 1} files are bad; this one: "
@@ -154,7 +163,7 @@ class Dataset:
         )
 
 
-def augmented(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[np.ndarray, Any]:
+def augmented(image: Any, label: Any, rng: np.random.Generator) -> tuple[Any, Any]:
     """Flips along any axis and, if the last two are as long as each other, a quarter turn there,
     each or none.
 
@@ -164,10 +173,15 @@ def augmented(image: np.ndarray, label: Any, rng: np.random.Generator) -> tuple[
     axes = image.ndim - 1
     *flips, turn = rng.integers(0, 2, axes + 1)
 
-    def move(array: np.ndarray) -> np.ndarray:
-        array = np.flip(array, [d for d, flipped in enumerate(flips) if flipped])
-        if turn and axes > 1 and image.shape[axes - 2] == image.shape[axes - 1]:
-            array = np.swapaxes(array, axes - 2, axes - 1)
-        return np.ascontiguousarray(array)
+    flipped = [d for d, flip in enumerate(flips) if flip]
+    turned = turn and axes > 1 and image.shape[axes - 2] == image.shape[axes - 1]
 
-    return move(image), move(label) if np.ndim(label) >= axes else label
+    def move(array: Any) -> Any:
+        if isinstance(array, Lazy):
+            array = array.flipped(flipped)
+            return array.swapped(axes - 2, axes - 1) if turned else array
+        array = np.flip(array, flipped)
+        return np.ascontiguousarray(np.swapaxes(array, axes - 2, axes - 1) if turned else array)
+
+    dense = (label.ndim if isinstance(label, Lazy) else np.ndim(label)) >= axes
+    return move(image), move(label) if dense else label

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from ..images import Image, ImageError, open_image, resized
 from ._dataset import IGNORED, DataError, Dataset, Geometry
+from ._lazy import Lazy
 from ._listing import Item, Listing
 from ._scale import check_channels, is_nodata, read_pixels
 
@@ -114,20 +115,38 @@ class Folder(Dataset):
         return str(path.relative_to(self.path) if path.is_relative_to(self.path) else path)
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
-        item = self.items[index]
-        image = self._image(item.image)
-        spare = [n - m for n, m in zip(image.shape[:-1], self.shape[:-1], strict=True)]
+        image, label = self._example(self.items[index], rng, self._image)
+        label = label[_all_of(label)] if isinstance(label, Lazy) else label
+        return image[_all_of(image)], label
+
+    def lazily(self, index: int, rng: np.random.Generator | None) -> tuple[Lazy, Any]:
+        return self._example(self.items[index], rng, self._open)
+
+    def _example(
+        self, item: Item, rng: np.random.Generator | None, opened: Callable[[Path], Image]
+    ) -> tuple[Lazy, Any]:
+        """The window of an example, and its label; both are read when they are asked for."""
+        image = opened(item.image)
+        size, channels = self.shape[:-1], self.shape[-1]
+        spare = [n - m for n, m in zip(image.shape[:-1], size, strict=True)]
         if min(spare) < 0:
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
         starts = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
-        place = tuple(slice(a, a + n) for a, n in zip(starts, self.shape[:-1], strict=True))
-        values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype, self.nodata)
+
+        def pixels(place: tuple[slice, ...]) -> np.ndarray:
+            where = _moved(place, starts)
+            return read_pixels(image, where, channels, self.scale, self.dtype, self.nodata)
+
+        values = Lazy(self.shape, self.dtype, pixels, image.close)
         if not self.masks:
             return values, self._of_image(item)
-        mask = self._image(item.label)
-        parts = zip(starts, self.border, self.label_shape, strict=False)
-        place = tuple(slice(a + b, a + b + n) for a, b, n in parts)
-        return values, self.labels(image, mask, place)
+        mask = opened(item.label)
+        inside = [a + b for a, b in zip(starts, self.border, strict=True)]
+
+        def labels(place: tuple[slice, ...]) -> np.ndarray:
+            return self.labels(image, mask, _moved(place, inside))
+
+        return values, Lazy(self.label_shape, self.label_dtype, labels, mask.close)
 
     def _of_image(self, item: Item) -> Any:
         """The label of a whole image: its class, or 0 and 1 for each class."""
@@ -292,6 +311,15 @@ class Folder(Dataset):
                     "have one shape; set `size` to take windows of them",
                 )
         return first
+
+
+def _all_of(array: Lazy) -> tuple[slice, ...]:
+    return tuple(slice(0, n) for n in array.shape)
+
+
+def _moved(place: Sequence[slice], starts: Sequence[int]) -> tuple[slice, ...]:
+    """Along the axes of space."""
+    return tuple(slice(p.start + a, p.stop + a) for p, a in zip(place, starts, strict=False))
 
 
 class _Mask:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import resource
+
 import jax
 
 
 def memory_of_device() -> dict[str, int]:
     """Its figures; nothing on a CPU."""
     return jax.local_devices()[0].memory_stats() or {}
+
+
+def host_memory() -> int:
+    """Bytes of this machine, or those that this process may have, if these are fewer."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return machine if allowed == resource.RLIM_INFINITY else min(machine, allowed)
 
 
 class Peak:

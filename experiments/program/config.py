@@ -25,7 +25,7 @@ KINDS = ("cells", "textures", "folder")
 TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
 PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
-FREE = ("policy", "mesh", "checkpoint.", "log.", "eval.tile")
+FREE = ("policy", "skip", "mesh", "data.placement", "checkpoint.", "log.", "eval.tile")
 
 
 class ConfigError(ValueError):
@@ -53,7 +53,7 @@ _DATA = {
     "eval_fraction": 0.2,  # of a folder without train/ and eval/
     "augment": False,
     "on_bad_file": "error",  # or skip
-    "placement": "auto",  # of a batch while its step runs: device, host, or what fits a budget
+    "placement": "auto",  # of a batch while its step runs: device, host, disk, or what fits
     "mean": (0.5,),  # per channel or for all, of pixels from 0 to 1; (): of the training images
     "std": (0.25,),
 }
@@ -83,6 +83,8 @@ def base(model: str, **options: Any) -> ConfigDict:
             "task": "auto",
             # What is stored and recomputed: see `policies.names()`.
             "policy": "store_all",
+            # Whether tiles that read the same as others, as in an empty background, are skipped.
+            "skip": False,
             # Whether the images of a batch are tiles too.
             "tile_batch": False,
             # Of activations; weights and optimiser are float32.
@@ -142,7 +144,7 @@ def check(config: ConfigDict) -> None:
     _one_of(config, "dtype", ("float32", "bfloat16"))  # float16 would need its loss scaled
     _one_of(config, "data.labels", ("masks", "targets", "folders", "csv", "tags"))
     _one_of(config, "data.on_bad_file", ("error", "skip"))
-    _one_of(config, "data.placement", ("auto", "device", "host"))
+    _one_of(config, "data.placement", ("auto", "device", "host", "disk"))
     _one_of(config, "data.dimensions", (1, 2, 3))
     _one_of(config, "data.dtype", PIXELS)
     _one_of(config, "train.optimiser", OPTIMISERS)
@@ -160,6 +162,8 @@ def check(config: ConfigDict) -> None:
     for name in ("data.mean", "data.std"):
         allowed = (0, 1, config.data.channels)
         _require(config, name, lambda t: len(t) in allowed, f"have 1 or {allowed[2]} values, or 0")
+    if config.skip and config.mesh:
+        raise ConfigError("`skip` does not go with a `mesh`, whose devices wait for each other")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
     _require(config, "data.classes", lambda n: n <= 255, "be at most 255")
     for name in ("data.size", "eval.size"):

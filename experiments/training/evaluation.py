@@ -33,10 +33,13 @@ class Evaluation:
       tile: positions along a tile.
     """
 
-    def __init__(self, step: Step, dataset: data.Dataset, most_bytes: int):
+    def __init__(
+        self, step: Step, dataset: data.Dataset, most_bytes: int, *, from_disk: bool = False
+    ):
+        """`from_disk`: files are never whole in memory, even if all have one size."""
         began = time.perf_counter()
         self.learner, self.devices, self.dataset = step.learner, step.devices, dataset
-        files, self.text = what(self.learner, dataset, self.devices)
+        files, self.text = what(self.learner, dataset, self.devices, from_disk)
         self._counts = self._batches
         if files is None:
             batch = batch_shapes(dataset, self.learner.config.eval.batch_size)
@@ -60,11 +63,14 @@ class Evaluation:
 
 
 def what(
-    learner: Learner, dataset: data.Dataset, devices: Devices | None = None
+    learner: Learner,
+    dataset: data.Dataset,
+    devices: Devices | None = None,
+    from_disk: bool = False,
 ) -> tuple[WholeFiles | None, str]:
     """Whole files, if they are what is evaluated; and a text for the user."""
     number = f"{len(dataset)} held-out image{'s' if len(dataset) > 1 else ''}"
-    if dataset.is_whole:
+    if dataset.is_whole and not (from_disk and isinstance(dataset, data.Folder)):
         return None, f"{number}, whole"
     size = " x ".join(map(str, dataset.shape[:-1]))
     window = f"the central {size} pixels of each of {number}"

@@ -1,4 +1,4 @@
-"""Batches on the devices, or beside them: the next one is read and sent while a step runs."""
+"""Batches on the devices, beside them, or on disk: the next one is made ready while a step runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 import policies
@@ -14,43 +15,68 @@ from policies import format_bytes
 
 from .. import data
 from ..devices.hosts import Devices
+from ..devices.memory import host_memory
 from ..program.config import ConfigError
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 _SHARE = 0.25  # of a budget, for two batches; more is better spent on what steps compute
+_SHARE_OF_HOST = 0.25  # of the host's memory, for the four batches that are made ahead of time
 
 
-def placed(shapes: Shapes, config: ConfigDict, devices: Devices) -> tuple[Shapes, str]:
-    """The shapes of images and labels, with the memory that they lie in; and why there.
+class Placement(NamedTuple):
+    """Where batches lie while a step runs."""
 
-    Loops read windows of what is in host memory. A class per image is not read by window.
+    where: str
+    """device, host or disk"""
+    shapes: Shapes
+    """Of images and labels, with the memory that they lie in."""
+    text: str
+    """Where, and why there; empty for the usual place."""
+
+
+def placed(shapes: Shapes, config: ConfigDict, devices: Devices) -> Placement:
+    """As `data.placement` says. Of what is in host memory, or on disk, loops read windows; a class
+    per image has none.
     """
     where, text = config.data.placement, ""
-    if where == "host" and devices.mesh is not None:
-        raise ConfigError("`data.placement` is 'host', which a `mesh` does not know: leave one out")
-    budgeted = config.policy.startswith("budget:") and devices.mesh is None
-    if where == "auto" and budgeted and jax.default_backend() != "cpu":
-        budget = policies.parse_bytes(config.policy.removeprefix("budget:"))
-        two = 2 * sum(x.size * x.dtype.itemsize for x in shapes)
-        if two > _SHARE * budget:
-            where = "host"
-            text = f", since two of them take {format_bytes(two)} of {format_bytes(budget)}"
+    if where in ("host", "disk") and devices.mesh is not None:
+        raise ConfigError(
+            f"`data.placement` is {where!r}, which a `mesh` does not know: leave one out"
+        )
+    if where == "auto":
+        where, text = ("device", "") if devices.mesh is not None else _fitting(shapes, config)
+    if where == "disk":
+        text = f"batches stay on disk, and are read from there by window{text}"
     if where != "host":
-        return shapes, ""
+        return Placement(where, shapes, text)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     found = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) if x.ndim > 1 else x for x in shapes
     ]
-    return tuple(found), f"batches lie in host memory, and are read from there by window{text}"
+    text = f"batches lie in host memory, and are read from there by window{text}"
+    return Placement(where, tuple(found), text)
+
+
+def _fitting(shapes: Shapes, config: ConfigDict) -> tuple[str, str]:
+    """The fastest place that is large enough, and why it is that one."""
+    one, host = sum(x.size * x.dtype.itemsize for x in shapes), host_memory()
+    if config.data.kind == "folder" and 4 * one > _SHARE_OF_HOST * host:
+        return "disk", f", since four of them take {format_bytes(4 * one)} of {format_bytes(host)}"
+    if config.policy.startswith("budget:") and jax.default_backend() != "cpu":
+        budget = policies.parse_bytes(config.policy.removeprefix("budget:"))
+        if 2 * one > _SHARE * budget:
+            of_budget = f"{format_bytes(2 * one)} of {format_bytes(budget)}"
+            return "host", f", since two of them take {of_budget}"
+    return "device", ""
 
 
 class Sent(NamedTuple):
-    images: jax.Array
-    labels: jax.Array
+    images: Any
+    labels: Any
     names: tuple[str, ...]
 
     def delete(self) -> None:
-        """Give back the memory of the devices."""
+        """Give back the memory of the devices, or close the files."""
         self.images.delete()
         self.labels.delete()
 
@@ -71,6 +97,10 @@ class Feed:
 
     def _send(self) -> Sent:
         batch = next(self.batches)
+        if self.batches.lazy:
+            labels = batch.labels
+            labels = jax.device_put(labels) if isinstance(labels, np.ndarray) else labels
+            return Sent(batch.images, labels, batch.names)
         parts = zip((batch.images, batch.labels), self.places, strict=True)
         arrays = [jax.device_put(self.devices.placed(x), place) for x, place in parts]
         return Sent(*jax.block_until_ready(arrays), batch.names)

@@ -8,14 +8,17 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+import policies
+
 from ..devices.hosts import Devices
 from ..measuring.profile import predicted
 from ..program.config import ConfigError
 from ..program.progress import Now
 from .evaluation import Evaluation
 from .feed import Sent, placed
+from .from_disk import FromDisk, choose_tiles
 from .learner import Learner
-from .out_of_memory import OutOfMemory, Stopped
+from .out_of_memory import Budgets, OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data, without_order
 from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
@@ -40,44 +43,64 @@ class Run:
         self.train_set, self.eval_set = examined_data(self.learner, workdir.path, devices)
         optimiser, self.learning_rate = make_optimiser(config)
         shapes = batch_shapes(self.train_set, config.train.batch_size)
-        shapes, where = placed(shapes, config, devices)
-        if where:
-            print(where, flush=True)
-        self.step = Step(self.learner, optimiser, shapes, devices)
-        now("making weights, or restoring them")
+        self.placement = placed(shapes, config, devices)
+        if self.placement.text:
+            print(self.placement.text, flush=True)
+        self.step = Step(self.learner, optimiser, self.placement.shapes, devices)
+        self.budgets = Budgets(config.policy, workdir.path, alone=devices.processes == 1)
         self.saved = Saved(workdir.path, config.checkpoint.keep, devices)
-        self.done, self.state, self.record = self.saved.restore(self.step)
-        if self.done == 0 and config.start_from:
-            self.state = self.step.begun_with(load_trained(config.start_from).weights)
-            print(f"beginning with the weights of {config.start_from}", flush=True)
+        self.restore(now)
         self.total = config.train.steps
         if self.done > self.total:
             raise ConfigError(
                 f"`train.steps` (={self.total}) is less than the {self.done} steps done already"
             )
 
+    def restore(self, now: Now) -> None:
+        """Go back to the last checkpoint, or to the beginning."""
+        now("making weights, or restoring them")
+        self.done, self.state, self.record = self.saved.restore(self.step)
+        if self.done == 0 and self.config.start_from:
+            self.state = self.step.begun_with(load_trained(self.config.start_from).weights)
+            print(f"beginning with the weights of {self.config.start_from}", flush=True)
+
     def compile(self, now: Now) -> None:
         """Choose the policy, and compile a step and an evaluation."""
-        with Refusal(), OutOfMemory(self.step):
-            plan = self.workdir.path / "plan.json"
-            self.policy = choose_policy(self.step, self.config.policy, plan, now)
-            now("compiling the step")
-            self.program = Program(self.step, self.policy)
+        with Refusal(), OutOfMemory(self.step, self.budgets, self.done):
+            self.program = self._from_disk() if self.on_disk else self._planned(now)
             now("compiling the evaluation")
-            self.evaluation = Evaluation(self.step, self.eval_set, self.program.bytes)
+            self.evaluation = Evaluation(
+                self.step, self.eval_set, self.program.bytes, from_disk=self.on_disk
+            )
+        seconds = self.program.compile_seconds + self.evaluation.compile_seconds
+        print(
+            f"compiled in {seconds:.0f} s: a step needs {self.program.bytes_text()}, policy "
+            f"{self.budgets.policy}\nevaluation of {self.evaluation.text}",
+            flush=True,
+        )
+
+    @property
+    def on_disk(self) -> bool:
+        return self.placement.where == "disk"
+
+    def _planned(self, now: Now) -> Program:
+        plan = self.workdir.path / "plan.json"
+        self.policy = choose_policy(self.step, self.budgets.policy, plan, now)
+        now("compiling the step")
+        program = Program(self.step, self.policy)
         on_gpu = jax.default_backend() == "gpu"
-        if self.config.deterministic and on_gpu and (names := without_order(self.program.step)):
+        if self.config.deterministic and on_gpu and (names := without_order(program.step)):
             print(
                 f"warning: the step has {names} operations, which add in no fixed order on a GPU: "
                 "a run that goes on may differ in the last bits",
                 flush=True,
             )
-        seconds = self.program.compile_seconds + self.evaluation.compile_seconds
-        print(
-            f"compiled in {seconds:.0f} s: a step needs {self.program.bytes_text()}, policy "
-            f"{self.config.policy}\nevaluation of {self.evaluation.text}",
-            flush=True,
-        )
+        return program
+
+    def _from_disk(self) -> FromDisk:
+        tiles = choose_tiles(self.step, self.budgets.policy)
+        self.policy = policies.resolve(tiles.policy)
+        return FromDisk(self.step, tiles, self.workdir.path)
 
     def take_up(self, now: Now) -> None:
         """Place the state on the devices, and bring the folder to where the state is."""

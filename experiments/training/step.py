@@ -125,6 +125,7 @@ class Step:
             return self._of(self.learner.loss).trace(self.state, *_strong(self.batch))
         axes, devices = self.learner.in_axes(2), self.devices
         options = devices.options(axes[2])
+        options["skip"] = self.learner.config.skip
         loss = jaxtile.checkpoint(self.learner.loss, in_axes=axes, policy=policy, **options)
         state = devices.typed(self.state, replicated=True)
         batch = devices.typed(self.batch, replicated=False)
@@ -143,6 +144,7 @@ class Step:
                 budget=max(1, budget - ahead),
                 step=self._of,
                 step_args=(self.state, *self.batch),
+                skip=self.learner.config.skip,
                 # All processes of a run must come to the same plan, however fast each is. On a CPU
                 # the fastest of three is chance, and two runs should do the same.
                 time_limit=60 if jax.process_count() == 1 else math.inf,
@@ -167,26 +169,37 @@ class Step:
         return (self.state.params, self.state.variables, *self.batch)
 
     def _of(self, loss: Callable[..., Any], place: Any = None) -> Callable[..., Any]:
+        def step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, dict]:
+            (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(
+                state.params, state.variables, images, labels
+            )
+            return self._updated(state, value, variables, gradients)
+
+        return jax.jit(step, donate_argnums=0, out_shardings=place)
+
+    def update(self) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
+        """The end of a step, for a loss that was differentiated elsewhere: the new state, from the
+        old one, the loss, the new variables and the gradients.
+        """
+        return jax.jit(self._updated, donate_argnums=0)
+
+    def _updated(
+        self, state: State, value: jax.Array, variables: Any, gradients: Any
+    ) -> tuple[State, dict[str, jax.Array]]:
         decay = self.learner.config.train.ema
 
         def averaged(ema: Any, params: Any) -> Any:
             return jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, ema, params)
 
-        def step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, dict]:
-            (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(
-                state.params, state.variables, images, labels
-            )
-            updates, moments = self.optimiser.update(gradients, state.optimiser, state.params)
-            params = optax.apply_updates(state.params, updates)
-            ema = averaged(state.ema, params) if decay else ()
-            norm = optax.tree.norm(gradients)
-            # A step that is not finite changes nothing, so that what came before can be saved.
-            new = State(params, variables, moments, ema)
-            finite = _all_finite((value, norm, new))
-            new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
-            return new, {"loss": value, "gradient_norm": norm, "finite": finite}
-
-        return jax.jit(step, donate_argnums=0, out_shardings=place)
+        updates, moments = self.optimiser.update(gradients, state.optimiser, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = averaged(state.ema, params) if decay else ()
+        norm = optax.tree.norm(gradients)
+        # A step that is not finite changes nothing, so that what came before can be saved.
+        new = State(params, variables, moments, ema)
+        finite = _all_finite((value, norm, new))
+        new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
+        return new, {"loss": value, "gradient_norm": norm, "finite": finite}
 
 
 def _all_finite(tree: Any) -> jax.Array:

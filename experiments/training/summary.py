@@ -48,7 +48,8 @@ def facts(run: Run) -> dict[str, Any]:
         "quality": {k: v for k, v in last.items() if k not in ("step", "split")},
         "evaluated": run.evaluation.text,
         "best": run.record["best"],
-        "policy": run.config.policy,
+        "policy": run.budgets.policy,
+        "replanned": run.budgets.shrunk,
         "bytes": {
             "estimated": program.estimated,
             "compiled": program.bytes,
@@ -134,6 +135,11 @@ def rows(run: Run, found: dict[str, Any]) -> Rows:
             f"{rates['share_waiting_for_data']:.1%} of the time waiting for data"
         )
         lines.append(("speed", text))
+    for line in found["replanned"]:
+        text = (
+            f"{line['instead']} after {line['policy']} ran out of memory after step {line['step']}"
+        )
+        lines.append(("replanned", text))
     if found["skipped_files"]:
         lines.append(("skipped", f"{found['skipped_files']} bad files"))
     return lines

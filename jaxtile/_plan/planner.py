@@ -45,6 +45,7 @@ def plan(
     device: str | None = None,
     time_limit: float = TIME_LIMIT,
     static_argnums: int | Sequence[int] = (),
+    skip: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest schedule of `fun` whose compiled training step fits a budget of bytes.
@@ -70,6 +71,7 @@ def plan(
       time_limit: seconds after which no better schedule is looked for, once one fits. Processes
         that must come to the same plan need `math.inf`.
       static_argnums: as for `jaxtile.checkpoint`.
+      skip: as for `jaxtile.checkpoint`, which must then have it too. Times are those of all tiles.
       progress: called with a line of text before each search for a schedule, and before and after
         each compilation; by default they are printed to the standard error.
 
@@ -119,16 +121,21 @@ def plan(
         terms = dataclasses.replace(terms, costs=with_measured(view, terms.costs, terms.say))
     make = step or default_step(args, in_axes, _has_gradients(view))
     known = _evaluated(view.traced, fun, options.static_argnums)
-    return Search(view, _steps(known, in_axes, make, given), terms).run()
+    return Search(view, _steps(known, in_axes, make, given, skip), terms).run()
 
 
 def _steps(
-    fun: Callable[..., Any], in_axes: Any, make: Callable[..., Any], given: Sequence[Any]
+    fun: Callable[..., Any],
+    in_axes: Any,
+    make: Callable[..., Any],
+    given: Sequence[Any],
+    skip: bool,
 ) -> Callable[[Any], Any]:
     """From a policy to the traced step of a function; from None to the plain one."""
 
     def traced(policy: Any) -> Any:
-        run = make(fun if policy is None else tiled(fun, Options(in_axes, policy=policy)))
+        options = Options(in_axes, policy=policy, skip=skip)
+        run = make(fun if policy is None else tiled(fun, options))
         return (run if hasattr(run, "trace") else jax.jit(run)).trace(*given)
 
     return traced
@@ -137,8 +144,8 @@ def _steps(
 class Budget:
     """A policy that plans when it first sees a function, and keeps the plan for these shapes."""
 
-    def __init__(self, budget: int | str):
-        self.bytes = parse_bytes(budget)
+    def __init__(self, budget: int | str, skip: bool = False):
+        self.bytes, self.skip = parse_bytes(budget), skip
         self._plans: dict[Any, Choices] = {}
 
     def __repr__(self) -> str:
@@ -149,11 +156,11 @@ class Budget:
             return {...: Choice(None)}
         known = outline.fingerprint, *map(on_host, outline.traced.arguments)
         if known not in self._plans:
-            self._plans[known] = plan_outline(outline, self.bytes).choices
+            self._plans[known] = plan_outline(outline, self.bytes, self.skip).choices
         return self._plans[known]
 
 
-def plan_outline(view: Outline, budget: int) -> Plan:
+def plan_outline(view: Outline, budget: int, skip: bool = False) -> Plan:
     """The plan for a function that is known by its outline only, with the default step."""
     known = view.traced
     in_axes = tuple(_as_in_axes(labels, known.rank) for labels in known.in_axes)
@@ -173,7 +180,7 @@ def plan_outline(view: Outline, budget: int) -> Plan:
     make = default_step(shapes, in_axes, _has_gradients(view))
     # Other processes must come to the same plan, however fast each is.
     terms = Terms(budget, costs_of_device(), time_limit=math.inf)
-    return Search(view, _steps(fun, in_axes, make, shapes), terms).run()
+    return Search(view, _steps(fun, in_axes, make, shapes, skip), terms).run()
 
 
 def _evaluated(

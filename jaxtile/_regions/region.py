@@ -30,6 +30,8 @@ class Region:
     """On a mesh, that of each device."""
     plan: TilePlan | None = None
     devices: Devices | None = None
+    skips: bool = False
+    """Are tiles that read what another one has read computed once?"""
     before: list[Node] = dataclasses.field(default_factory=list)
     """The equations that compute passing inputs; only in what runs `again`."""
     again: Region | None = None

@@ -54,9 +54,14 @@ class Schedule:
 
 
 def schedule_of(
-    graph: Graph, stored: Storage, tiles: Tiles, rank: int, devices: Devices | None = None
+    graph: Graph,
+    stored: Storage,
+    tiles: Tiles,
+    rank: int,
+    devices: Devices | None = None,
+    skips: bool = False,
 ) -> Schedule:
-    """Regions that compute what is stored, on the given grids."""
+    """Regions that compute what is stored, on the given grids; `skips`: not all of their tiles."""
     stored = possible(graph, stored, devices)
     targets = Targets(graph, stored, tiles, rank, devices)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -79,6 +84,7 @@ def schedule_of(
     for region in regions:
         for each in filter(None, (region, region.again)):
             _plan(each, order)
+            each.skips = skips
     return Schedule(graph, stored, grouped(ordered, graph, stored, order), devices)
 
 

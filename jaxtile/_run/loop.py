@@ -38,6 +38,7 @@ from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Windows
 from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype, masked
+from .alike import Work, nearly_constant, zero
 from .in_place import are_parts, chosen, places
 from .recompute import (
     RECOMPUTED,
@@ -121,6 +122,7 @@ class Loop:
         there = {*region.inputs, *region.globals}
         own = {*region.nodes} if region.before else None
         self.before = program(there - passing, passing, {*region.before}, differentiated=False)
+        self.tiled_dims = [tuple(self.plan.windows.get(v, {})) for v in region.inputs]
         self.program = program(there, {*self.tiles}, own)
 
     def _slots(self, value: Value, windows: Windows) -> Slots:
@@ -164,9 +166,14 @@ class Loop:
         ]
         carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
 
-        def body(carry: list[State], row: Any) -> tuple[list[State], list[State]]:
-            row = list(row)
-            shares = self.shares(self.windows(inputs, row), globals_, row, wanted)
+        def read(carry: list[State], x: Any) -> Arrays:
+            return self.windows(inputs, list(x[0]))
+
+        def compute(windows: Arrays, x: Any) -> list[State]:
+            return self.shares(windows, globals_, list(x[0]), wanted)
+
+        def put(carry: list[State], shares: Any, x: Any) -> tuple[list[State], list[State]]:
+            row = list(x[0])
             new: list[State] = []
             remembered: list[State] = []
             for k, (target, share) in enumerate(zip(targets, shares, strict=True)):
@@ -177,7 +184,27 @@ class Loop:
                     remembered.append(reducer(target).remember(share))
             return new, remembered
 
-        return self.layout.scan(body, carry, rows)
+        return self._scan(Work(read, compute, put, self.blank), carry, (rows,))
+
+    def _scan(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
+        """All tiles; if some may be skipped, those that are alike follow each other."""
+        if not self.region.skips or len(self.rows) == 1:
+            return self.layout.scan(work.body, carry, xs)
+        body, kept, columns = work.skipping(carry, jax.tree.map(lambda x: x[0], xs))
+        kept = as_varying_as(kept, jax.tree.leaves(carry))
+        order = self.order(columns)
+        (carry, *_), out = self.layout.scan(
+            body, (carry, *kept), jax.tree.map(lambda x: x[order], xs)
+        )
+        return carry, jax.tree.map(lambda x: x[np.argsort(order)], out)
+
+    def order(self, columns: Sequence[int]) -> np.ndarray:
+        """The tiles, those with equal positions in these columns after each other."""
+        return np.lexsort([np.arange(len(self.rows)), *self.rows.T[list(columns)]])
+
+    def blank(self, windows: Sequence[Any]) -> Any:
+        """Are windows of the inputs next to constant?"""
+        return nearly_constant(windows, self.tiled_dims)
 
     def _start(self, target: Target) -> State:
         """The state of a reduction before the first tile: the same number everywhere."""
@@ -252,7 +279,7 @@ class Loop:
         there = [x for x in inputs if x is not None]
         zeros = zeros_after([c for c in cotangents if c is not None], [*there, *globals_])
         shared = self._shared(cotangents, begun, wanted)
-        put = [
+        into = [
             (_write, self.result_slots[shared[i]])
             if i in shared
             else (_write if self.parted[i] and c is None else add, self.input_slots[i])
@@ -264,14 +291,16 @@ class Loop:
             carry[0][place[i]] = cast(Array, cotangents[k])
         carry, rows = as_varying_as((carry, rows), [*there, *globals_])
 
-        def body(carry: Sums, xs: Any) -> tuple[Sums, None]:
-            row, remembered = list(xs[0]), xs[1]
-            given = list(cotangents)
+        def read(carry: Sums, x: Any) -> Any:
+            row, given = list(x[0]), list(cotangents)
             for i, k in shared.items():
                 given[k] = carry[0][place[i]]
+            return self.windows(inputs, row), self.result_windows(given, row), x[1]
+
+        def compute(found: Any, x: Any) -> Sums:
+            (windows, given, remembered), row = found, list(x[0])
             with jax.named_scope(RECOMPUTED):
-                values, pull = self.tile(self.windows(inputs, row), globals_, wanted, row)
-            given = self.result_windows(given, row)
+                values, pull = self.tile(windows, globals_, wanted, row)
             shares = self.cotangent_shares(values, kept, remembered, given, row)
             for k in shared.values():  # read once, before it is written
                 shares[k] = lax.optimization_barrier(shares[k])
@@ -279,14 +308,20 @@ class Loop:
             for i, k in shared.items():
                 if (cut := self.places[i, k]) is not None:
                     of_windows[place[i]] = cut(of_windows[place[i]], row)
-            return self.added(carry, (of_windows, of_globals), wanted, row, put), None
+            return of_windows, of_globals
 
-        sums: Sums = self.layout.scan(body, carry, (rows, remembered))[0]
+        def put(carry: Sums, pulled: Sums, x: Any) -> tuple[Sums, None]:
+            return self.added(carry, pulled, wanted, list(x[0]), into), None
+
+        work = Work(
+            read, compute, put, lambda found: self.blank(found[0]), lambda found: zero(found[1])
+        )
+        sums: Sums = self._scan(work, carry, (rows, remembered))[0]
         return sums
 
     def _shared(self, cotangents: Cotangents, begun: Cotangents, wanted: Wanted) -> dict[int, int]:
         """Inputs whose cotangents take the place of a target's, and that target."""
-        if not begun or barriers_are_removed():
+        if not begun or barriers_are_removed() or self.region.skips:
             return {}
         free = [w and c is None for w, c in zip(wanted[0], begun, strict=True)]
         return chosen(self.places, [c is not None for c in cotangents], free)

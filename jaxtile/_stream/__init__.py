@@ -1,5 +1,6 @@
 """Loops that run on the host, over arrays that stay on disk: `jaxtile.stream`.
 
 Read `streaming` (the public face), `program` (the schedule, and its passes in order), `passes` (the
-tiles of one region, forwards and backwards) and `ends` (what is read, written and stored).
+tiles of one region, forwards and backwards), `ends` (what is read, written and stored) and `masked`
+(a part of what is read).
 """

@@ -21,6 +21,7 @@ from .._regions.regions import Region, Schedule
 from .._regions.stages import RunStage
 from .._regions.tile import at, lookup
 from .._rules.reductions import accumulation_dtype
+from .._run.alike import equal, positions, replaces, zero
 from .._run.loop import Loop, Slots, add, reducer
 from .._run.recompute import Wanted, added, partly, select, zero_cotangent
 from .ends import Sink, Source, Store, all_of, slices
@@ -133,8 +134,11 @@ class Pass:
         )
         self.differentiated = any(v in active for v in region.results)
         self.reductions = [reducer(t) if t.reduction else None for t in region.targets]
-        self.step = jax.jit(self._step)
-        self.pull = jax.jit(self._pull, donate_argnums=0)
+        self.step, self.pull = jax.jit(self._step), jax.jit(self._pull, donate_argnums=0)
+        # Where tiles may be skipped, in two programs each: what a tile computes, and adding it up.
+        self.found, self.merge = jax.jit(self._found), jax.jit(self._merge)
+        self.pulled, self.add = jax.jit(self._pulled), jax.jit(self._add, donate_argnums=0)
+        self.skipped = 0
 
     def forward(
         self, held: Held, sinks: dict[Value, list[Sink | Store]], tick: Callable[[], Any]
@@ -146,38 +150,45 @@ class Pass:
         inputs, targets = self.region.inputs, self.region.targets
         sources = [held.by_window.get(v.array) for v in inputs]
         whole = [held.array(v) for v in inputs], [held.whole(v) for v in self.region.globals]
+        rows, once = self.loop.rows, Once(self, self.loop)
         states: list[Any] = [r.start() if r else None for r in self.reductions]
         shares: list[Share] = []
-        remembered: list[Any] = []
+        remembered: list[Any] = [None for _ in rows]
 
-        def read(row: Any) -> Any:
-            return _windows(sources, self.loop.input_slots, row)
+        def read(i: int) -> Any:
+            return _windows(sources, self.loop.input_slots, rows[i])
 
         def compute(i: int, windows: Any) -> Any:
             nonlocal states, shares
-            shares, notes = self.step(states, windows, whole, self.loop.rows[i])
+            if not once.skips:
+                shares, notes = self.step(states, windows, whole, rows[i])
+            else:
+                found = once(i, (windows,), lambda: self.found(windows, whole, rows[i]))
+                shares, notes = self.merge(states, *found, rows[i])
             states = [s if r else None for r, s in zip(self.reductions, shares, strict=True)]
             return shares, notes
 
-        def write(row: Any, found: Any) -> None:
-            remembered.append(jax.device_get(found[1]))
-            self._write(row, found[0], sinks)
+        def write(i: int, found: Any) -> None:
+            remembered[i] = jax.device_get(found[1])
+            self._write(rows[i], found[0], sinks)
 
-        _run(self.loop.rows, read, compute, write, tick)
+        once.prepare(self._found, (_shapes(inputs, sources, self.loop.input_slots), whole))
+        _run(once.order, read, compute, write, tick)
         for target, reduction, share in zip(targets, self.reductions, shares, strict=True):
             if reduction or target.result not in sinks:
                 held.arrays[target.result] = reduction.finish(share) if reduction else share[0]
         return [s for s in states if s is not None], remembered
 
-    def _step(
+    def _step(self, states: Sequence[Share | None], windows: Any, whole: Any, row: Any) -> Any:
+        return self._merge(states, *self._found(windows, whole, row), row)
+
+    def _found(
         self,
-        states: Sequence[Share | None],
         windows: Sequence[jax.Array | None],
         whole: tuple[Sequence[Any], Sequence[jax.Array]],
         row: Any,
     ) -> tuple[list[Share], list[Share]]:
-        """Per target its tile, or the state of a reduction with one more tile; and what reductions
-        remember of this tile.
+        """What a tile gives to each target, and what reductions remember of it.
 
         Each input of the region is one of the `windows`, or a whole array on the device.
         """
@@ -187,12 +198,18 @@ class Pass:
         if self.differentiated:
             wanted = self.wanted[0][: len(inputs)], self.wanted[1][: len(globals_)]
         found = self.loop.shares(inputs, globals_, row, wanted)
-        shares = [
-            share if state is None else self.loop.merged(k, state, share, row)
-            for k, (state, share) in enumerate(zip(states, found, strict=True))
-        ]
         reductions = zip(self.reductions, found, strict=True)
         notes = [r.remember(s) for r, s in reductions if r is not None and self.differentiated]
+        return found, notes
+
+    def _merge(
+        self, states: Sequence[Share | None], found: list[Share], notes: list[Share], row: Any
+    ) -> tuple[list[Share], list[Share]]:
+        """Per target its tile, or the state of a reduction with one more tile; and the notes."""
+        shares = [
+            share if state is None else self.loop.merged(k, state, share, list(row))
+            for k, (state, share) in enumerate(zip(states, found, strict=True))
+        ]
         return shares, notes
 
     def _write(
@@ -234,25 +251,40 @@ class Pass:
         )
         into = self._into(held, cotangents, store)
         carry = self._zeros(into, whole[1])
+        rows, once = loop.rows, Once(self, loop)
+        nothing = once.skips and bool(zero(whole[2]))
 
-        def read(row: Any) -> Any:
+        def read(i: int) -> Any:
             return (
-                _windows(sources, loop.input_slots, row),
-                _windows(given, loop.result_slots, row),
+                _windows(sources, loop.input_slots, rows[i]),
+                _windows(given, loop.result_slots, rows[i]),
             )
 
         def compute(i: int, windows: Any) -> Any:
             nonlocal carry
             note = kept[1][min(i, len(kept[1]) - 1)]  # with fewer tiles forwards, all are empty
-            carry, found = self.pull(carry, windows, whole, note, loop.rows[i])
+            if not once.skips:
+                carry, found = self.pull(carry, windows, whole, note, rows[i])
+                return found
+            if nothing and zero(windows[1]):
+                self.skipped += 1
+                return []
+            read = (windows[0], windows[1], note)
+            pulled = once(i, read, lambda: self.pulled(windows, whole, note, rows[i]))
+            carry, found = self.add(carry, pulled, rows[i])
             return found
 
-        def write(row: Any, found: Any) -> None:
-            for i, x in enumerate(found):
-                if (target := into[i]) is not None:
-                    target.add(slices(loop.input_slots[i], row), np.asarray(x))
+        def write(i: int, found: Any) -> None:
+            for k, x in enumerate(found):
+                if (target := into[k]) is not None:
+                    target.add(slices(loop.input_slots[k], rows[i]), np.asarray(x))
 
-        _run(loop.rows, read, compute, write, tick)
+        shapes = (
+            _shapes(inputs, sources, loop.input_slots),
+            _shapes(results, given, loop.result_slots),
+        )
+        once.prepare(self._pulled, (shapes, whole, kept[1][0]))
+        _run(once.order, read, compute, write, tick)
         for value, x in zip(inputs, carry[0], strict=True):
             if x is not None:
                 cotangents.add(value, x)
@@ -286,7 +318,10 @@ class Pass:
         return sums, [jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for x in wanted]
 
     def _pull(self, carry: Any, windows: Any, whole: Any, note: Any, row: Any) -> Any:
-        """The sums with one more tile, and the cotangents of its windows."""
+        return self._add(carry, self._pulled(windows, whole, note, row), row)
+
+    def _pulled(self, windows: Any, whole: Any, note: Any, row: Any) -> Any:
+        """The cotangents of the wanted inputs' windows, and of the wanted globals."""
         row, loop = list(row), self.back
         (tiles, given), (arrays, globals_, cotangents, states) = windows, whole
         inputs = _filled(tiles, loop.windows(arrays, row))
@@ -296,38 +331,86 @@ class Pass:
             for c, t in zip(given, loop.region.targets, strict=True)
         ]
         values, pull = loop.tile(inputs, globals_, self.wanted, row)
-        pulled, of_globals = pull(loop.cotangent_shares(values, states, note, given, row))
-        sums, of_windows, rest = [], [], iter(pulled)
-        for total, slots, wanted in zip(carry[0], loop.input_slots, self.wanted[0], strict=True):
+        return pull(loop.cotangent_shares(values, states, note, given, row))
+
+    def _add(self, carry: Any, pulled: Any, row: Any) -> Any:
+        """The sums with one more tile, and the cotangents of its windows."""
+        sums, of_windows, rest = [], [], iter(pulled[0])
+        slots_and_wanted = zip(carry[0], self.back.input_slots, self.wanted[0], strict=True)
+        for total, slots, wanted in slots_and_wanted:
             share = next(rest) if wanted else None
-            sums.append(None if total is None else add(total, cast(Any, share), slots, row))
+            sums.append(None if total is None else add(total, cast(Any, share), slots, list(row)))
             of_windows.append(share if total is None else None)
-        totals = [t + g.astype(t.dtype) for t, g in zip(carry[1], of_globals, strict=True)]
+        totals = [t + g.astype(t.dtype) for t, g in zip(carry[1], pulled[1], strict=True)]
         return (sums, totals), of_windows
 
 
+class Once:
+    """Computes tiles that read the same once, on the host, as `Work.skipping` does in a loop."""
+
+    def __init__(self, owner: Pass, loop: Loop):
+        self.owner, self.loop = owner, loop
+        self.skips = loop.region.skips and len(loop.rows) > 1
+        self.order: Sequence[int] = range(len(loop.rows))
+        self.columns: list[int] = []
+        self.key: Any = None
+        self.results: Any = None
+        self.constant = np.False_
+
+    def prepare(self, compute: Callable[..., Any], given: Sequence[Any]) -> None:
+        """Find out with which positions a tile is computed, and so which tiles may be alike.
+
+        `given`: arguments of the function before the tile's row, arrays or their shapes.
+        """
+
+        def array(x: Any) -> Any:
+            return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+        def run(_: Any, row: Any) -> Any:
+            return [], compute(*jax.tree.map(array, given), row)
+
+        if self.skips:
+            self.columns, _ = positions(run, list(self.loop.rows[0]))
+            self.order = [int(i) for i in self.loop.order(self.columns)]
+
+    def __call__(self, i: int, read: Any, compute: Callable[[], Any]) -> Any:
+        """What tile `i`, which has read this, computes."""
+        key = read, self.loop.rows[i][self.columns]
+        if self.key is not None and equal(key, self.key):
+            self.owner.skipped += 1
+            return self.results
+        results, blank = compute(), self.loop.blank(read[0])
+        same_positions = self.key is not None and equal(key[1], self.key[1])
+        if replaces(blank, self.constant, same_positions):
+            self.key, self.results, self.constant = key, results, blank
+        return results
+
+
 def _run(
-    rows: np.ndarray,
-    read: Callable[[Any], Any],
+    order: Sequence[int],
+    read: Callable[[int], Any],
     compute: Callable[[int, Any], Any],
-    write: Callable[[Any, Any], None],
+    write: Callable[[int, Any], None],
     tick: Callable[[], Any],
 ) -> None:
-    """While the device computes a tile, one thread reads the next, and another writes the last."""
+    """All tiles, in this order.
+
+    While the device computes a tile, one thread reads the next, and another writes the last.
+    """
     with (
         ThreadPoolExecutor(1, "jaxtile-read") as reader,
         ThreadPoolExecutor(1, "jaxtile-write") as writer,
     ):
-        ahead, behind = reader.submit(read, rows[0]), None
-        for i, row in enumerate(rows):
+        ahead, behind = reader.submit(read, order[0]), None
+        for i, following in zip(order, [*order[1:], None], strict=True):
             windows = ahead.result()
-            if i + 1 < len(rows):
-                ahead = reader.submit(read, rows[i + 1])
+            if following is not None:
+                ahead = reader.submit(read, following)
             found = compute(i, windows)
             if behind is not None:
                 behind.result()
                 tick()
-            behind = writer.submit(write, row, found)
+            behind = writer.submit(write, i, found)
         if behind is not None:
             behind.result()
             tick()
@@ -339,6 +422,16 @@ def _windows(
     return [
         None if source is None else source.read(slices(where, row))
         for source, where in zip(sources, slots, strict=True)
+    ]
+
+
+def _shapes(
+    values: Sequence[Value], sources: Sequence[Any], slots: Sequence[Slots]
+) -> list[jax.ShapeDtypeStruct | None]:
+    """Of the windows that are read from sources."""
+    return [
+        None if s is None else jax.ShapeDtypeStruct([n for _, n in where], v.aval.dtype)
+        for v, s, where in zip(values, sources, slots, strict=True)
     ]
 
 

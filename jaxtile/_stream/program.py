@@ -141,8 +141,15 @@ class Program:
                 found[value.array] = jnp.promote_types(found.get(value.array, dtype), dtype)
         return found
 
+    @property
+    def skipped(self) -> int:
+        """Tiles of the last run so far that were not computed."""
+        return sum(p.skipped for p in self.passes)
+
     def _tick(self, total: int, progress: Progress) -> Callable[[], Any]:
         done = itertools.count(1)
+        for each in self.passes:
+            each.skipped = 0
         return lambda: progress(next(done), total)
 
     def _argument(self, index: int) -> Value:
@@ -225,7 +232,7 @@ def _schedule(
         _copy_outputs(graph)
         outputs = {v for v in graph.outputs if v.node is not None}
         stored = {**stored, **dict.fromkeys(held | outputs, "device")}
-        return schedule_of(graph, stored, tiles, traced.rank), held
+        return schedule_of(graph, stored, tiles, traced.rank, None, options.skip), held
     except TilingError as error:
         if options.policy is None:
             error.add_note(

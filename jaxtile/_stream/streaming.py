@@ -44,6 +44,7 @@ def stream(
     tiles: Tiles,
     policy: Policy | GraphPolicy | str | None = None,
     store: str | os.PathLike[str] | None = None,
+    skip: bool = False,
 ) -> Streamed:
     """Evaluate and differentiate `fun` tile by tile, on arrays that are never whole in memory.
 
@@ -68,6 +69,8 @@ def stream(
         each pass computes from the source what it needs.
       store: the folder in which that is stored, in files without names: nothing is left of them
         when the call ends, or the process, however it ends. `None`: in the memory of the host.
+      skip: may tiles be skipped, as in `jaxtile.checkpoint`? The attribute `skipped` of what is
+        returned says how many were, also while it runs.
 
     Returns:
       A function of the arguments of `fun`, and of two more:
@@ -107,7 +110,7 @@ def stream(
     check_callable(fun)
     if store is not None and not os.path.isdir(store):
         raise TilingError(f"`store` (={os.fspath(store)!r}) must be a folder that exists")
-    return Streamed(fun, Options.of(in_axes, tiles, policy), store)
+    return Streamed(fun, Options.of(in_axes, tiles, policy, skip=skip), store)
 
 
 class Streamed:
@@ -117,6 +120,12 @@ class Streamed:
         functools.update_wrapper(self, fun, updated=())
         self._fun, self._options, self._store = fun, options, store
         self._programs: dict[Any, Program] = {}
+        self._last: Program | None = None
+
+    @property
+    def skipped(self) -> int:
+        """With `skip`, how many tiles of the last call, or of the one under way, were skipped."""
+        return 0 if self._last is None else self._last.skipped
 
     def __call__(
         self, *args: Any, out: Any = None, progress: Progress | None = None, **kwargs: Any
@@ -173,7 +182,8 @@ class Streamed:
             if wanted:
                 _check_differentiable(program, has_aux)
             self._programs[key] = program
-        return self._programs[key]
+        self._last = self._programs[key]
+        return self._last
 
 
 def _silent(done: int, total: int) -> None:

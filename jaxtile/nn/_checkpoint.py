@@ -12,6 +12,7 @@ from .._errors import check_callable
 from .._explain import Explanation
 from .._graph.operations import Operations
 from .._graph.operations import operations as operations_of_function
+from .._graph.trace import Traced
 from .._modules import Pure
 from .._regions.regions import Schedule
 from .._schedule import Options, scheduled, tiled
@@ -29,6 +30,7 @@ def checkpoint(
     mesh: Any = None,
     mesh_axes: Any = None,
     static_argnums: Any = (),
+    skip: bool = False,
 ) -> Tiled:
     """`jaxtile.checkpoint` of a function of NNX modules, as `nnx.remat` is of `jax.checkpoint`.
 
@@ -49,16 +51,17 @@ def checkpoint(
     """
 
     check_callable(fun)
-    options = Options.of(in_axes, tiles, within(budget, policy), mesh, mesh_axes, static_argnums)
+    chosen = within(budget, policy, skip)
+    options = Options.of(in_axes, tiles, chosen, mesh, mesh_axes, static_argnums, skip)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with nnx.update_context(_TAG):
             pure = Pure(fun, args, kwargs, _TAG)
             return pure.update(*tiled(pure, options)(*pure.args, **pure.kwargs))
 
-    def schedule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Schedule:
+    def schedule(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Schedule, Traced]:
         pure = Pure(fun, args, kwargs)
-        return scheduled(pure, pure.args, pure.kwargs, options)[0]
+        return scheduled(pure, pure.args, pure.kwargs, options)
 
     return Tiled(fun, run, schedule)
 

@@ -1,0 +1,151 @@
+"""Tiles that are not computed: they read what another one has read, or their cotangents are zero.
+
+What a tile computes is a function of the windows that it reads, and of the positions in its program
+(where the array ends, a coordinate, how much of it other tiles own). In the background of a slide
+many tiles read the same. So a loop keeps what one tile has read, and what came of it, and gives
+that to the next tile that reads the same, bit for bit. Backwards, cotangents are read too; and if
+all of them are zero, so is what they are pulled back to.
+
+One tile is kept at a time: the last one that reads next to nothing but constants, as any other is
+not likely to come again; as long as there is none, the last one. Tiles with equal positions follow
+each other, so that those at a border have their turn too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._graph.inline import any_call
+
+Body = Callable[[Any, Any], tuple[Any, Any]]
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_ROUNDING = 64  # units in the last place of what is constant but for rounding
+
+
+class Work(NamedTuple):
+    """What a loop does for a tile, whose row of positions is the first part of `x`."""
+
+    read: Callable[[Any, Any], Any]
+    """From the carry and `x`."""
+    compute: Callable[[Any, Any], Any]
+    """From what was read, and `x`."""
+    put: Callable[[Any, Any, Any], tuple[Any, Any]]
+    """Results into the carry, given `x`."""
+    blank: Callable[[Any], Any]
+    """Is what a tile has read next to constant?"""
+    zero: Callable[[Any], Any] | None = None
+    """Does nothing come of what a tile has read?"""
+
+    def body(self, carry: Any, x: Any) -> tuple[Any, Any]:
+        return self.put(carry, self.compute(self.read(carry, x), x), x)
+
+    def skipping(self, carry: Any, x: Any) -> tuple[Body, Any, list[int]]:
+        """The body of a loop that skips tiles; what it has kept before the first one, `x`; and
+        which positions it computes with.
+        """
+
+        def once(row: Any, own: Any) -> Any:
+            found = self.read(carry, (row, *x[1:]))
+            return found, self.compute(found, (own, *x[1:]))
+
+        columns, (found, results) = positions(once, list(x[0]))
+
+        def key_of(found: Any, x: Any) -> Any:
+            return found, [x[0][i] for i in columns]
+
+        def body(state: Any, x: Any) -> tuple[Any, Any]:
+            carry, (filled, constant), kept = state
+            found = self.read(carry, x)
+            key = key_of(found, x)
+            way = (filled & equal(key, kept[0])).astype(jnp.int32)
+            ways = [lambda: self.compute(found, x), lambda: kept[1]]
+            if self.zero is not None:
+                ways.append(lambda: jax.tree.map(jnp.zeros_like, kept[1]))
+                way = jnp.where(self.zero(found), 2, way)
+            results = lax.switch(way, ways)
+            blank = self.blank(found)
+            keep = (way == 0) & replaces(blank, constant, equal(key[1], kept[0][1]))
+            constant = jnp.where(keep, blank, constant)
+            kept = jax.tree.map(lambda a, b: jnp.where(keep, a, b), (key, results), kept)
+            carry, out = self.put(carry, results, x)
+            return (carry, (filled | keep, constant), kept), out
+
+        kept = (found, [jnp.asarray(x[0][i]) for i in columns]), results
+        kept = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), kept)
+        return body, ((jnp.asarray(False), jnp.asarray(False)), kept), columns
+
+
+def replaces(blank: Any, constant: Any, same_positions: Any) -> Any:
+    """Is a tile kept instead of another? `blank`, `constant`: does it read, and did that one read,
+    next to nothing but constants?
+    """
+    return blank | ~(constant & same_positions)
+
+
+def positions(once: Callable[[Any, Any], Any], row: Sequence[Any]) -> tuple[list[int], Any]:
+    """Which columns of a row the second of two results is computed with, if the first is given;
+    and the shapes of both. `once` is a function of a row for the first, and one for the second.
+    """
+    traced, shapes = jax.make_jaxpr(once, return_shape=True)(row, row)
+    first = len(jax.tree.leaves(shapes[0]))
+    used = _used(traced.jaxpr, [i >= first for i in range(len(traced.jaxpr.outvars))])
+    return [i for i, u in enumerate(used[len(row) :]) if u], shapes
+
+
+def _used(jaxpr: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Which inputs the wanted outputs are computed from."""
+    live = {id(v) for v, w in zip(jaxpr.outvars, wanted, strict=True) if w}
+    for eqn in reversed(jaxpr.eqns):
+        outs = [id(v) in live for v in eqn.outvars]
+        if any(outs):
+            called = any_call(eqn)
+            ins = [True for _ in eqn.invars] if called is None else _used(called.jaxpr, outs)
+            live.update(id(v) for v, u in zip(eqn.invars, ins, strict=True) if u)
+    return [id(v) in live for v in jaxpr.invars]
+
+
+def equal(a: Any, b: Any) -> Any:
+    """Are all arrays of two pytrees the same, bit for bit? Of NumPy or of JAX."""
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return _all((_bits(x) == _bits(y)).all() for x, y in pairs)
+
+
+def zero(cotangents: Sequence[Any]) -> Any:
+    return _all((x == 0).all() for x in cotangents if x is not None)
+
+
+def nearly_constant(windows: Sequence[Any], dims: Sequence[tuple[int, ...]]) -> Any:
+    """Along these dimensions of each window."""
+    pairs = zip(windows, dims, strict=True)
+    return _all(_nearly_constant(x, along) for x, along in pairs if x is not None and x.size)
+
+
+def _nearly_constant(x: Any, dims: tuple[int, ...]) -> Any:
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return _nearly_constant(x.real, dims) & _nearly_constant(x.imag, dims)
+    high, low = x.max(dims), x.min(dims)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return (high == low).all()
+    return (high - low).max() <= _ROUNDING * float(jnp.finfo(x.dtype).eps) * abs(x).max()
+
+
+def _all(each: Iterator[Any]) -> Any:
+    found = next(each, np.True_)
+    for one in each:
+        found = found & one
+    return found
+
+
+def _bits(x: Any) -> Any:
+    """What tells NaNs alike, and 0 from -0."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    bits = _BITS[x.dtype.itemsize]
+    return x.view(bits) if isinstance(x, np.ndarray) else lax.bitcast_convert_type(x, bits)

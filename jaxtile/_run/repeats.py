@@ -1,0 +1,91 @@
+"""How many tiles of each region read the same as another one, told from the arguments alone.
+
+A window of an argument is looked at. A window of a stored value is known by the tiles that write
+it: where these are alike, so is what they write. What is the same by chance is not seen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._graph.values import Value
+from .._regions.region import Region
+from .._regions.regions import Schedule
+from .._regions.tile import at
+from .alike import nearly_constant, positions
+from .loop import Loop, Row, Slots
+
+
+def repeated(plan: Schedule, arguments: Sequence[Any]) -> dict[int, int]:
+    """Per region that may skip tiles, how many; nothing if the arguments are shapes only."""
+    tiled = [(v, x) for v, x in zip(plan.graph.inputs, arguments, strict=True) if v.tiled]
+    if not all(hasattr(x, "__array__") for _, x in tiled):
+        return {}
+    seen = _Seen({v: np.asarray(x) for v, x in tiled})
+    regions = [r for r in plan.regions if r.skips and r.tiled and r.tiles > 1]
+    return {region.index: seen.repeated(Loop(region)) for region in regions}
+
+
+class _Seen:
+    """Arguments, and of what regions write, which tiles are alike."""
+
+    def __init__(self, arguments: dict[Value, np.ndarray]):
+        self.arguments = arguments
+        self.written: dict[Value, tuple[Region, np.ndarray]] = {}
+
+    def repeated(self, loop: Loop) -> int:
+        """How many tiles of a region are like an earlier one."""
+        region, kinds = loop.region, list(map(tuple, loop.rows[:, _columns(loop)].tolist()))
+        numbers: dict[Hashable, int] = {}
+        labels = []
+        for i, (kind, row) in enumerate(zip(kinds, loop.rows, strict=True)):
+            pairs = zip(region.inputs, loop.input_slots, strict=True)
+            read = [self._read(v, slots, row) for v, slots in pairs]
+            labels.append(numbers.setdefault(i if None in read else (kind, *read), i))
+        inside = Counter(kinds).most_common(1)[0][0]  # at borders, little is constant
+        known = [n if kind == inside else -1 for n, kind in zip(labels, kinds, strict=True)]
+        grid = [region.split[axis] for axis in sorted(region.split)]
+        for target in region.targets:
+            if target.reduction is None:
+                self.written[target.value] = region, np.reshape(known, grid)
+        return len(labels) - len(numbers)
+
+    def _read(self, value: Value, slots: Slots, row: Row) -> Hashable:
+        """What a window holds, or who wrote it; None: that is not known, or not likely again."""
+        starts = [int(at(slot, row)) for slot, _ in slots]
+        ends = [start + size for start, (_, size) in zip(starts, slots, strict=True)]
+        if value in self.arguments:
+            x = self.arguments[value][tuple(map(slice, starts, ends))]
+            dims = tuple(d for d, axis in enumerate(value.axes) if axis is not None)
+            return hash(x.tobytes()) if nearly_constant([x], [dims]) else None
+        if value not in self.written:
+            return None
+        region, labels = self.written[value]
+        tiles, place = [slice(None)] * labels.ndim, []
+        for d, window in region.windows(value).items():
+            first = np.searchsorted(window.starts, starts[d], "right") - 1
+            last = np.searchsorted(window.starts, ends[d] - 1, "right")
+            tiles[sorted(region.split).index(window.axis)] = slice(first, last)
+            place.append(starts[d] - int(window.starts[first]))
+        read = labels[tuple(tiles)]
+        return None if (read < 0).any() else (*place, read.tobytes())
+
+
+def _columns(loop: Loop) -> list[int]:
+    """The positions that a tile is computed with."""
+    region = loop.region
+
+    def run(_: Row, row: Row) -> Any:
+        windows = [
+            jnp.zeros([n for _, n in slots], v.aval.dtype)
+            for v, slots in zip(region.inputs, loop.input_slots, strict=True)
+        ]
+        globals_ = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in region.globals]
+        return [], loop.shares(windows, globals_, row)
+
+    return positions(run, list(loop.rows[0]))[0]
