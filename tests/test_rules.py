@@ -354,11 +354,24 @@ BORDERS = {
 }
 
 
+def read_by(fun) -> dict:
+    """The weights that a case reads: a gradient of zeros is one more kernel to compile."""
+    names = set()
+
+    class Weights(dict):
+        def __getitem__(self, name):
+            names.add(name)
+            return super().__getitem__(name)
+
+    jax.eval_shape(lambda x: fun(Weights(WEIGHTS), x), IMAGE)
+    return {name: WEIGHTS[name] for name in names}
+
+
 @pytest.mark.parametrize("tiles", GRIDS)
 @pytest.mark.parametrize("name", CASES)
 def test_rule(name, tiles):
     fun = CASES[name]
-    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=tiles)
+    assert_same(fun, read_by(fun), IMAGE, in_axes=(None, (1, 2)), tiles=tiles)
 
 
 @pytest.mark.parametrize("act", BORDERS)

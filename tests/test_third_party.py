@@ -34,8 +34,8 @@ def small_resnet():
 
 
 SMALL = {
-    "haiku_resnet50": of_haiku(small_resnet),
     "convnext": of_linen(ConvNeXt(classes=5, depths=(1, 1), dims=(4, 6), dtype=jnp.float64), Block),
+    "haiku_resnet50": of_haiku(small_resnet),
 }
 
 
