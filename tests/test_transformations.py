@@ -170,6 +170,7 @@ def test_tiles_share_one_program():
     step(PARAMS, IMAGE + 1)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     def hessian_vector(f):
         def grad(p):
