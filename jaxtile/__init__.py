@@ -12,9 +12,9 @@ operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
 from . import ops as ops
 from . import policy as policy
 from ._checkpoint import checkpoint as checkpoint
+from ._checkpoint import explain as explain
 from ._errors import TilingError as TilingError
-from ._explain import Explanation as Explanation
-from ._explain import explain as explain
+from ._explanation import Explanation as Explanation
 from ._graph.operations import Operations as Operations
 from ._graph.operations import operations as operations
 from ._memory.compiled import Bytes as Bytes

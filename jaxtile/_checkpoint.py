@@ -1,4 +1,4 @@
-"""The public face: `jaxtile.checkpoint`."""
+"""The public face: `jaxtile.checkpoint`, and `jaxtile.explain`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(
     tiles: Tiles = "whole",
     policy: Policy | GraphPolicy | str | None = None,
     budget: int | str | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
     mesh_axes: Sequence[str | None] | None = None,
     static_argnums: int | Sequence[int] = (),
     skip: bool = False,
@@ -110,6 +110,26 @@ def checkpoint(
     return Tiled(
         fun, tiled(fun, options), lambda args, kwargs: scheduled(fun, args, kwargs, options)
     )
+
+
+def explain(fun: Callable[..., Any], *args: Any, in_axes: Any, **options: Any) -> Explanation:
+    """Describe what `checkpoint(fun, in_axes=in_axes, **options)(*args)` does, without running it.
+
+    Arguments may be arrays or `jax.ShapeDtypeStruct`s. With `skip`, and tiled arguments that are
+    arrays, regions say how many of their tiles read the same as another one. On a mesh, regions
+    also say what devices send each other; the mesh may be a `jax.sharding.AbstractMesh`, of devices
+    that are not here.
+
+    >>> import jax, jaxtile
+    >>> def blur(kernel, image):
+    ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
+    >>> kernel = jax.ShapeDtypeStruct((1, 1, 3, 3), "float32")
+    >>> image = jax.ShapeDtypeStruct((1, 1, 64, 64), "float32")
+    >>> explanation = jaxtile.explain(blur, kernel, image, in_axes=(None, (2, 3)), tiles=(4, 4))
+    >>> explanation.regions[0].reads[0].halo
+    ((1, 1), (1, 1))
+    """
+    return checkpoint(fun, in_axes=in_axes, **options).explain(*args)
 
 
 def within(budget: int | str | None, policy: Any, skip: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a schedule will do, before it runs: `jaxtile.explain`.
+"""What a schedule will do, before it runs.
 
 Everything is counted from the schedule, without running or compiling it: per region, the windows
 and halos that a tile reads, the operations of all tiles, what is stored, and what devices send.
@@ -10,61 +10,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._errors import user_line
 from ._explanation import ArrayUse, Exchanged, Explanation, RegionReport, WholeReport
 from ._geometry import Window, partition
-from ._graph.build import Policy
 from ._graph.trace import Traced
 from ._graph.values import Node, Storage, Value
 from ._graph.work import flops, fused, whole_flops
-from ._regions.grid import Tiles
 from ._regions.region import Region
 from ._regions.regions import Schedule
 from ._regions.targets import Target
 from ._regions.tile import TiledEquation
 from ._rules import Windows, traits
+from ._rules.shape import local_shape
 from ._run.repeats import repeated
-from ._schedule import Options, scheduled
-from .policy import GraphPolicy
-
-
-def explain(
-    fun: Callable[..., Any],
-    *args: Any,
-    in_axes: Any,
-    tiles: Tiles = "whole",
-    policy: Policy | GraphPolicy | str | None = None,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
-    mesh_axes: Sequence[str | None] | None = None,
-    static_argnums: int | Sequence[int] = (),
-    skip: bool = False,
-    **kwargs: Any,
-) -> Explanation:
-    """Describe what `checkpoint(fun, ...)(*args)` does, without running it.
-
-    Arguments may be arrays or `jax.ShapeDtypeStruct`s. With `skip`, and tiled arguments that are
-    arrays, regions say how many of their tiles read the same as another one. On a mesh, regions
-    also say what devices send each other; the mesh may be a `jax.sharding.AbstractMesh`, of devices
-    that are not here.
-
-    >>> import jax, jaxtile
-    >>> def blur(kernel, image):
-    ...     return jax.lax.conv(image, kernel, (1, 1), "SAME")
-    >>> kernel = jax.ShapeDtypeStruct((1, 1, 3, 3), "float32")
-    >>> image = jax.ShapeDtypeStruct((1, 1, 64, 64), "float32")
-    >>> explanation = jaxtile.explain(blur, kernel, image, in_axes=(None, (2, 3)), tiles=(4, 4))
-    >>> explanation.regions[0].reads[0].halo
-    ((1, 1), (1, 1))
-    """
-    options = Options.of(in_axes, tiles, policy, mesh, mesh_axes, static_argnums, skip)
-    return report(*scheduled(fun, args, kwargs, options))
 
 
 def report(plan: Schedule, traced: Traced) -> Explanation:
@@ -218,8 +181,7 @@ def _needed_again(region: Region) -> set[Node]:
         known = traits(node.equation.primitive)
         if known.reads_result or any(v in needed for v in node.outputs):
             again.add(node)
-        linear = known.linear == "sum" or known.kind in ("movement", "random")
-        if node in again or not linear:
+        if node in again or not known.forgets:
             needed.update(v.array for v in node.inputs)
     return again
 
@@ -227,9 +189,11 @@ def _needed_again(region: Region) -> set[Node]:
 def _in_tile(item: TiledEquation, windows: dict[Value, Windows], costs: dict[Node, int]) -> int:
     """Operations of one equation in one tile: on what it produces, before the caller crops."""
     produced = item.step.produced or [windows.get(v, {}) for v in item.node.outputs]
-    out_shapes = [_shape(v.aval.shape, w) for v, w in zip(item.node.outputs, produced, strict=True)]
+    out_shapes = [
+        local_shape(v.aval.shape, w) for v, w in zip(item.node.outputs, produced, strict=True)
+    ]
     in_shapes = [
-        _shape(v.aval.shape, n.windows if n else {})
+        local_shape(v.aval.shape, n.windows if n else {})
         for v, n in zip(item.node.inputs, item.step.needs, strict=True)
     ]
     return flops(item.node, costs, in_shapes, out_shapes)
@@ -247,12 +211,8 @@ def _reduced(
     return flops(reduction, costs, [_local(v, windows) for v in target.operands], [shape])
 
 
-def _shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
-    return tuple(windows[d].size if d in windows else n for d, n in enumerate(shape))
-
-
 def _local(value: Value, windows: dict[Value, Windows]) -> tuple[int, ...]:
-    return _shape(value.aval.shape, windows.get(value, {}))
+    return local_shape(value.aval.shape, windows.get(value, {}))
 
 
 def _read(value: Value, region: Region) -> ArrayUse:

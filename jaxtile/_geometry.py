@@ -99,9 +99,6 @@ class Window:
             self.axis, np.broadcast_to(np.asarray(starts, np.int64), self.starts.shape), int(size)
         )
 
-    def same(self, other: Window) -> bool:
-        return self.size == other.size and np.array_equal(self.starts, other.starts)
-
     def __repr__(self) -> str:
         return f"Window(axis={self.axis}, starts={self.starts.tolist()}, size={self.size})"
 

@@ -31,8 +31,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from jaxtile._graph.operations import Operations
-
 
 @dataclasses.dataclass(frozen=True)
 class ForwardGraph:
@@ -42,21 +40,6 @@ class ForwardGraph:
     inputs: tuple[int, ...]
     bytes: tuple[int, ...]
     work: tuple[int, ...]
-
-    @classmethod
-    def of(cls, operations: Operations) -> ForwardGraph:
-        """The graph of a function's operations, each a value."""
-        index = {o.name: i for i, o in enumerate(operations.operations)}
-        inputs = tuple(
-            sum(1 << index[t.name] for t in o.inputs if t.name in index)
-            for o in operations.operations
-        )
-        return cls(
-            tuple(index),
-            inputs,
-            tuple(o.output.bytes for o in operations.operations),
-            tuple(o.flops for o in operations.operations),
-        )
 
     @property
     def everything(self) -> int:

@@ -1,21 +1,24 @@
 """Tests compare with the untransformed function in float64.
 
-Most of their time is compilation, so LLVM is told not to optimise; XLA's own passes, and with them
-the memory that a program needs, stay as they are. The CPU passes for eight devices: programs use
-one of them unless a test asks for more.
+The CPU passes for eight devices: programs use one of them unless a test asks for more. Python
+looks for garbage less often: traced programs are many objects that stay.
 
 Programs that tests start inherit which signals are ignored. In the background of a shell, or under
 `nohup`, some are, and a program respects that; a test that sends them must not depend on it.
 """
 
+import gc
 import os
 import signal
 
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+from . import FLAGS
+
+os.environ.setdefault("XLA_FLAGS", FLAGS)
 
 import jax
 import pytest
 
+gc.set_threshold(20_000)
 jax.config.update("jax_enable_x64", True)
 if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
     jax.config.update("jax_num_cpu_devices", 8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -72,6 +73,7 @@ def tiled(policy, fun=network, **options):
     return jaxtile.checkpoint(fun, in_axes=(None, (1, 2)), policy=policy, **options)
 
 
+@parametrize_few("fast", [True, False])
 @parametrize_few(
     "policy",
     [
@@ -91,15 +93,14 @@ def tiled(policy, fun=network, **options):
     ],
     always=2,
 )
-def test_same_value_and_gradients(policy):
-    args = arguments()
-    for fun in (network, lambda params, x: network(params, x, fast=False)):
-        step = jax.jit(jax.value_and_grad(tiled(policy, fun), (0, 1)))
-        assert_close(step(*args), jax.jit(jax.value_and_grad(fun, (0, 1)))(*args))
+def test_same_value_and_gradients(policy, fast):
+    args, fun = arguments(), functools.partial(network, fast=fast)
+    step = jax.jit(jax.value_and_grad(tiled(policy, fun), (0, 1)))
+    assert_close(step(*args), jax.jit(jax.value_and_grad(fun, (0, 1)))(*args))
 
 
 def test_second_derivative():
-    args = arguments(layers=3)
+    args = arguments(layers=2)
 
     def twice(fun):
         def inner(params, x):
@@ -107,7 +108,7 @@ def test_second_derivative():
 
         return jax.jit(jax.grad(inner, (0, 1)))(*args)
 
-    assert_close(twice(tiled(Results((2, 2), "prk"))), twice(network))
+    assert_close(twice(tiled(Results((2, 2), "pr"))), twice(network))
 
 
 @pytest.mark.slow
@@ -141,7 +142,7 @@ def convolutions(fun, *args):
     return count(needed) / plain
 
 
-@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("layers", [2, 4])
 def test_work(layers):
     """With m norms and nothing kept, counted in the program: forwards each convolution runs once;
     backwards the k-th region runs k of them, and two gradients (the first one has no gradient of
@@ -259,23 +260,24 @@ def traced_stages(monkeypatch, layers, kernel, policy, **options):
     return len(traced)
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     ("policy", "options"),
     [
-        (Results((2, 2), "k"), {}),
         (Results((2, 2), "p"), {}),
-        (Results((2, 2), "r"), {}),
         (jax.checkpoint_policies.nothing_saveable, {"tiles": (2, 2)}),
+        (Results((2, 2), "k"), {}),
+        (Results((2, 2), "r"), {}),
     ],
+    always=2,
 )
 def test_equal_stages_are_traced_once(monkeypatch, policy, options):
     """However often the layers before a norm are computed again. Layers of width 1 are alike on all
     tiles. Those of width 3 are so as soon as their windows are as large as the image: of m layers,
     the first ones before each of the m norms.
     """
-    few, many = (traced_stages(monkeypatch, m, 1, policy, **options) for m in (4, 6))
+    few, many = (traced_stages(monkeypatch, m, 1, policy, **options) for m in (3, 4))
     assert many == few
-    few, many, more = (traced_stages(monkeypatch, m, 3, policy, **options) for m in (4, 6, 8))
+    few, many, more = (traced_stages(monkeypatch, m, 3, policy, **options) for m in (3, 4, 5))
     assert more - many <= many - few
 
 
@@ -299,7 +301,7 @@ def test_alike_layers_that_differ():
 
     args = arguments(layers=4)
     want = jax.jit(jax.value_and_grad(fun, (0, 1)))(*args)
-    for states in ("k", "p", "r"):
+    for states in ("k", "p"):
         step = jax.jit(jax.value_and_grad(tiled(Results((3, 2), states), fun), (0, 1)))
         assert_close(step(*args), want)
 

@@ -13,6 +13,8 @@ import pytest
 from jaxtile._geometry import Stencil, Window, hull, partition
 from jaxtile._rules import registry
 
+from . import FLAGS
+
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -47,17 +49,18 @@ def test_examples_run(page):
 LOOPS = sorted((ROOT / "docs" / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(p, marks=() if "flax" in p.name else pytest.mark.slow) for p in LOOPS],
-    ids=name,
-)
-def test_loops_run_and_learn_within_their_budget(program):
-    """As a user would run them; what is new in them is marked."""
+@pytest.mark.parametrize("program", LOOPS, ids=name)
+def test_loops_are_short_and_what_is_new_in_them_is_marked(program):
     text = program.read_text()
     assert len(text.splitlines()) <= 60
     assert 2 <= text.count("  # jaxtile\n") <= 3
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", LOOPS, ids=name)
+def test_loops_run_and_learn_within_their_budget(program):
+    """As a user would run them."""
+    environment = {**os.environ, "XLA_FLAGS": FLAGS}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300

@@ -20,6 +20,7 @@ from experiments.training.learner import Learner
 from experiments.training.setup import load_data
 from experiments.training.step import Step, batch_shapes, make_optimiser
 
+from . import FLAGS
 from .support import parametrize_few
 from .test_task import by_definition
 
@@ -202,7 +203,7 @@ def launch(workdir, processes, *arguments):
     environment = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": FLAGS,
     }
     command = [sys.executable, "-m", "experiments.train", "--config=tests/tiny_config.py"]
     command += [f"--workdir={workdir}", "--config.train.steps=2", *arguments]

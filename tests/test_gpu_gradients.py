@@ -50,7 +50,7 @@ def test_gradient_of_a_pool(window, stride, padding, start, combine):
     assert jnp.abs(found - expected).max() < 1e-12
 
 
-@parametrize_few("kernel", [1, 2, 3, 4], always=5)
+@parametrize_few("kernel", [1, 4, 2, 3], always=2)
 @pytest.mark.parametrize("dilation", [2, 3])
 @pytest.mark.parametrize("padding", [(0, 0), (1, 1), (-1, 2), (3, 0)])
 def test_gradient_of_a_transposed_convolution(kernel, dilation, padding):

@@ -17,6 +17,7 @@ import pytest
 from experiments.devices.hosts import find_devices
 from experiments.program.config import ConfigError
 
+from . import FLAGS
 from .support import parametrize_few
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -29,8 +30,7 @@ def launch(workdir, *arguments, devices=2, cwd=ROOT, **options):
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 "
-        f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"{FLAGS} --xla_force_host_platform_device_count={devices}",
     }
     command = [sys.executable, "-m", "experiments.train", f"--config={ROOT}/tests/tiny_config.py"]
     return subprocess.Popen(
@@ -193,7 +193,7 @@ def test_a_wrong_mesh_is_refused(shape):
         find_devices(shape)
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "arguments",
     [["--processes=2"], ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"]],
 )

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+import jaxtile
 from experiments.reference.lower_sets import depth_first_sets, smallest_budget_as_listed
 from policies._lower_sets import (
     ForwardGraph,
@@ -12,6 +13,7 @@ from policies._lower_sets import (
     cheapest_within,
     lower_sets,
     smallest_budget,
+    square_root,
 )
 
 from . import reference_models as reference
@@ -23,6 +25,15 @@ def random_graph(seed: int) -> ForwardGraph:
     inputs = tuple(sum(1 << u for u in range(v) if rng.random() < 0.5) for v in range(n))
     sizes, work = (tuple(rng.randint(1, 9) for _ in range(n)) for _ in range(2))
     return ForwardGraph(tuple(map(str, range(n))), inputs, sizes, work)
+
+
+def forward_graph(operations: jaxtile.Operations) -> ForwardGraph:
+    """Each operation is a value."""
+    found = operations.operations
+    index = {o.name: i for i, o in enumerate(found)}
+    inputs = (sum(1 << index[t.name] for t in o.inputs if t.name in index) for o in found)
+    sizes, work = (o.output.bytes for o in found), (o.flops for o in found)
+    return ForwardGraph(tuple(index), tuple(inputs), tuple(sizes), tuple(work))
 
 
 def all_chains(graph: ForwardGraph):
@@ -57,7 +68,7 @@ def test_unet():
     """The reference needs 5,785 MB with ancestor sets, as we do. For all lower sets it has 5,717 MB
     (below); with every step allowed, 5,546 MB do.
     """
-    graph = ForwardGraph.of(reference.unet())
+    graph = forward_graph(reference.unet())
     assert len(ancestor_sets(graph)) == 61
     assert smallest_budget(graph, ancestor_sets(graph)).peak == 5_784_403_968
     assert len(lower_sets(graph)) == 331
@@ -68,8 +79,19 @@ def test_the_references_exact_budget_depends_on_an_order():
     """5,717 MB: only steps to sets that a depth-first search lists later. Some subsets are listed
     after the sets that hold them, so some steps are lost.
     """
-    graph = ForwardGraph.of(reference.unet())
+    graph = forward_graph(reference.unet())
     listed = depth_first_sets(graph)
     assert set(listed) == set(lower_sets(graph))
     assert smallest_budget_as_listed(graph, listed) == 5_716_426_752
     assert smallest_budget(graph, listed).peak == 5_545_689_088
+
+
+def test_the_square_root_policy_on_the_reference_graph():
+    """It can cut where one value carries everything on: before the first skip and after the last;
+    one cut, and nearly everything is computed twice: 119 forward calls for 60.
+    """
+    graph = forward_graph(reference.unet())
+    chain = square_root(graph)
+    kept = chain.stored(graph)
+    assert kept == ("u0b",)
+    assert 2 * len(graph.names) - len(kept) == 119

@@ -190,7 +190,7 @@ def test_without_jit(name):
     compare(lambda fun, args: fun(*args), name)
 
 
-@parametrize_few("name", CASES, always=5)
+@parametrize_few("name", CASES, always=3)
 def test_gradients_of_split_modules(name):
     def run(fun, args):
         nodes, rebuild = parts(args)

@@ -26,6 +26,7 @@ from experiments.training.setup import examined_data, load_data
 from experiments.training.step import Step, batch_shapes, make_optimiser
 from experiments.training.trained import load_trained
 
+from . import FLAGS
 from .support import assert_close
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -237,7 +238,7 @@ def run(program, *arguments, path):
     environment = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": FLAGS,
         "PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     command = [sys.executable, "-m", f"experiments.{program}", *arguments]
@@ -270,26 +271,18 @@ def train(package, net, workdir, *more):
 
 
 @pytest.mark.usefixtures("usual_types")
-def test_train_go_on_and_predict_with_them(package):
-    goes_on_and_predicts(package, "linen")
-
-
-def goes_on_and_predicts(package, net):
-    workdir = package / "run"
-    text = train(package, net, workdir, "--config.train.steps=3")
+def test_train_and_predict_with_them(package):
+    text = train(package, "linen", package / "run", "--config.train.steps=3")
     assert "lab_of_mine" in text
     assert "4 images of 12 x 12 x 5" in text
-    assert "going on after step 3" in train(package, net, workdir)
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line.get("split") == "eval"] == [3, 6]
-    assert (workdir / "predictions.png").exists()
+    assert (package / "run" / "predictions.png").exists()
 
     image = np.random.default_rng(0).integers(0, 4000, (20, 17, 5), np.uint16)
     np.save(package / "image.npy", image)
-    files = [f"--image={package / 'image.npy'}", f"--out={package / 'mask.npy'}"]
-    code, text = run("predict", f"--workdir={workdir}", *files, "--tile=8", path=package)
-    assert code == 0, text
-    trained = load_trained(workdir)
+    options = {"tile": 8, "range": None, "probabilities": False, "dtype": "float32"}
+    files = {"image": str(package / "image.npy"), "out": str(package / "mask.npy")}
+    predict.run(types.SimpleNamespace(workdir=package / "run", **files, **options))
+    trained = load_trained(package / "run")
     want = trained.learner.scores(trained.weights, image[None])[0].argmax(-1)
     np.testing.assert_array_equal(np.load(package / "mask.npy")[..., 0], want)
 
@@ -300,7 +293,10 @@ def goes_on_and_predicts(package, net):
 def test_a_run_in_two_parts_has_the_same_bits(package, net):
     whole, parts = package / "whole", package / "run"
     train(package, net, whole)
-    goes_on_and_predicts(package, net)
+    train(package, net, parts, "--config.train.steps=3")
+    assert "going on after step 3" in train(package, net, parts)
+    lines = [json.loads(line) for line in (parts / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("split") == "eval"] == [3, 6]
     final = [
         Checkpoints(folder / "checkpoints", keep=3, read_only=True).restore()
         for folder in (whole, parts)

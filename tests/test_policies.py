@@ -11,7 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxtile
 import policies
 
-from . import reference_models as reference
 from .support import assert_close, assert_same, conv, normal, parametrize_few
 
 IMAGE = normal(0, 1, 16, 12, 3)
@@ -184,17 +183,6 @@ def test_lower_sets_too_small():
     tiled = jaxtile.checkpoint(named, in_axes=AXES, policy=policies.resolve("lower_sets:10kB"))
     with pytest.raises(ValueError, match="the smallest budget is"):
         tiled(WEIGHTS, IMAGE)
-
-
-def test_the_square_root_policy_on_the_reference_graph():
-    """It can cut where one value carries everything on: before the first skip and after the last;
-    one cut, and nearly everything is computed twice: 119 forward calls for 60.
-    """
-    graph = policies._lower_sets.ForwardGraph.of(reference.unet())
-    chain = policies._lower_sets.square_root(graph)
-    kept = chain.stored(graph)
-    assert kept == ("u0b",)
-    assert 2 * len(graph.names) - len(kept) == 119
 
 
 @pytest.mark.parametrize(

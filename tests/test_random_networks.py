@@ -27,7 +27,7 @@ def check(network: Network) -> None:
     jax.clear_caches()
 
 
-@settings(max_examples=4, **_SETTINGS)
+@settings(max_examples=2, **_SETTINGS)
 @hypothesis.given(networks())
 def test_random_network(network):
     check(network)

@@ -354,11 +354,24 @@ BORDERS = {
 }
 
 
+def read_by(fun) -> dict:
+    """The weights that a case reads: a gradient of zeros is one more kernel to compile."""
+    names = set()
+
+    class Weights(dict):
+        def __getitem__(self, name):
+            names.add(name)
+            return super().__getitem__(name)
+
+    jax.eval_shape(lambda x: fun(Weights(WEIGHTS), x), IMAGE)
+    return {name: WEIGHTS[name] for name in names}
+
+
 @pytest.mark.parametrize("tiles", GRIDS)
 @pytest.mark.parametrize("name", CASES)
 def test_rule(name, tiles):
     fun = CASES[name]
-    assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (1, 2)), tiles=tiles)
+    assert_same(fun, read_by(fun), IMAGE, in_axes=(None, (1, 2)), tiles=tiles)
 
 
 @pytest.mark.parametrize("act", BORDERS)
@@ -366,7 +379,7 @@ def test_borders_read_the_padding_of_the_op_that_follows(act):
     """After an activation with f(0) != 0, or one that is undefined at 0, several halos deep."""
 
     def fun(p, x):
-        for _ in range(3):
+        for _ in range(2):
             x = BORDERS[act](conv(x, p["w"]))
         return max_pool(-jnp.abs(x), 3, 1, "SAME")
 

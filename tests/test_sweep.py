@@ -17,6 +17,7 @@ from experiments.measuring.results import Result, append, read
 from experiments.program.config import ConfigError, load, sweep
 from experiments.sweep import cells, selected
 
+from . import FLAGS
 from .support import parametrize_few
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -34,7 +35,7 @@ def get_config():
 def launch(folder: pathlib.Path, *more: str, **variables: str) -> subprocess.Popen:
     (folder / "config.py").write_text(CONFIG)
     command = [sys.executable, "-m", "experiments.sweep", f"--config={folder}/config.py"]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0", **variables}
+    environment = {**os.environ, "XLA_FLAGS": FLAGS, **variables}
     return subprocess.Popen(
         [*command, f"--workdir={folder}/sweep", *more],
         cwd=ROOT,

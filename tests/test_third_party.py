@@ -17,7 +17,7 @@ from experiments.measuring.problems import classifier, problem, shape_of
 from experiments.measuring.third_party import NETWORKS, of_haiku, of_linen
 from experiments.program.config import ConfigError
 
-from .support import assert_close, parametrize_few
+from .support import assert_close
 
 WEIGHTS = {"haiku_resnet50": 25_557_032, "convnext": 28_589_128}
 BLOCKS = {"haiku_resnet50": 16, "convnext": 18}
@@ -34,8 +34,8 @@ def small_resnet():
 
 
 SMALL = {
-    "haiku_resnet50": of_haiku(small_resnet),
     "convnext": of_linen(ConvNeXt(classes=5, depths=(1, 1), dims=(4, 6), dtype=jnp.float64), Block),
+    "haiku_resnet50": of_haiku(small_resnet),
 }
 
 
@@ -54,7 +54,8 @@ def assert_exact(found, **schedule):
         assert_close(a, b)
 
 
-@parametrize_few("name", SMALL)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
 def test_tiles_are_exact(name):
     found = classifier(SMALL[name], (1, 32, 32, 3), jnp.float64, 5)
     assert_exact(found, tiles=(2, 2))

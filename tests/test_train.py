@@ -33,6 +33,7 @@ from experiments.training.step import Step, make_optimiser
 from experiments.training.trained import load_trained
 from experiments.training.workdir import Workdir
 
+from . import FLAGS
 from .support import parametrize_few
 from .tiny_config import get_config
 
@@ -55,7 +56,7 @@ def launch(
     environment = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "" if optimised else "--xla_backend_optimization_level=0",
+        "XLA_FLAGS": "" if optimised else FLAGS,
     }
     limit = ["bash", "-c", f'ulimit -v {memory // 1024}; exec "$@"', "bash"] if memory else []
     return subprocess.Popen(
@@ -539,7 +540,7 @@ def test_a_budget_that_is_too_small_says_which_one_works(tmp_path):
         ("--config.data.size=0", ["`size` must be given"]),
         ("--config.policy=offload:nosuch", ["'nosuch'"]),
     ],
-    always=3,
+    always=2,
 )
 def test_bad_settings_end_in_one_line(tmp_path, override, words):
     code, text = run(tmp_path, override)

@@ -32,15 +32,15 @@ def saved(*names: str):
 @parametrize_few(
     "tiles",
     [
-        "whole",
         {"relu1": "whole", ...: (3, 2)},
         {"relu1": (3, 2), ...: "whole"},
+        "whole",
         {"relu1": "whole", ...: None},
         {"relu1": None, ...: "whole"},
         {"conv2": (2, 2), "relu1": "whole", ...: "whole"},
         {"conv2": "whole", "relu1": (2, 3), ...: (2, 2)},
     ],
-    always=3,
+    always=2,
 )
 def test_mixed_with_tiles(tiles):
     names = ["relu1", *(k for k in tiles if isinstance(tiles, dict) and k is not ...)]

@@ -45,7 +45,7 @@ class Cond(Rule):
         needs = [tile.needs(graph, produced) for graph in graphs]
         held = hold_all(eqn.in_avals[1:], eqn.in_axes[1:], tile, needs)
         branches = [tile.evaluator(graph, held, produced) for graph in graphs]
-        tile.settle(None)
+        tile.settled = True
         platforms = eqn.params.get("branches_platforms")
 
         def evaluate(

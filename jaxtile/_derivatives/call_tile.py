@@ -43,7 +43,9 @@ class CallTile:
     """
 
     def __init__(self, eqn: Equation, windows: Sequence[Windows]):
-        self.eqn, self.table, self._settled = eqn, Table(), False
+        self.eqn, self.table = eqn, Table()
+        self.settled = False
+        """From then on there are no new positions."""
         self.by_axis = {w.axis: w for ws in windows for w in ws.values()}
         self.grid = {axis: len(w.starts) for axis, w in self.by_axis.items()}
         for window in [w for ws in windows for w in ws.values()]:
@@ -52,12 +54,6 @@ class CallTile:
     @property
     def positions(self) -> list[Window]:
         return [Window(axis, values, 1) for axis, values in self.table.columns]
-
-    def settle(self, rule: Callable[[], Any] | None) -> None:
-        """Prepare the derivative rule, if it is given; after that there are no new positions."""
-        if rule is not None:
-            rule()
-        self._settled = True
 
     def needs(self, graph: Graph, windows: Sequence[Windows | None]) -> list[Windows]:
         """What a graph needs of each of its inputs."""
@@ -83,7 +79,7 @@ class CallTile:
         """Raise `Mixes` if a value is needed anywhere but at the position that is computed."""
         windows = [along(v.axes, self.by_axis) for v in graph.outputs]
         for found in self._plan(graph, windows).windows.values():
-            if not all(w.same(self.by_axis[w.axis]) for w in found.values()):
+            if any(w != self.by_axis[w.axis] for w in found.values()):
                 raise Mixes("it, or its backward rule, reads neighbouring positions")
 
     def evaluator(
@@ -101,7 +97,7 @@ class CallTile:
         ]
         if not all(map(_within, (tile.windows.get(v, {}) for v in graph.inputs), held)):
             raise self._refusal("it reads positions around those that the tile has")
-        if self._settled and len(self.table.columns) > known:
+        if self.settled and len(self.table.columns) > known:
             raise self._refusal("it needs other positions than the tile has")
 
         def evaluate(
@@ -122,7 +118,7 @@ class CallTile:
 
     def _refusal(self, reason: str) -> Exception:
         """While the tile is planned, the function may still run whole; later it is too late."""
-        return refusal(self.eqn, reason) if self._settled else Mixes(reason)
+        return refusal(self.eqn, reason) if self.settled else Mixes(reason)
 
     def _cut(self, held: Windows, wanted: Windows) -> Cut | None:
         """A dimension of size 1 may carry an axis on one side only; there is nothing to cut."""

@@ -104,7 +104,9 @@ class CustomJvp(_Call):
         held = _held(eqn, tile, needs)
         run_body = tile.evaluator(body, held, produced)
         tangents = functools.cache(lambda: _tangent_evaluator(eqn, tile, held, rule_windows))
-        tile.settle(None if eqn.inside else tangents)
+        if not eqn.inside:
+            tangents()
+        tile.settled = True
         finish = guarded if eqn.inside else tuple
 
         def evaluate(scalars: Arrays, *operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -142,7 +144,9 @@ class CustomVjp(_Call):
         tile = CallTile(eqn, [*held, *produced])
         run_body = tile.evaluator(_body(eqn, eqn.in_axes), held, produced)
         rules = functools.cache(lambda: _rule_evaluators(eqn, tile, held, produced))
-        tile.settle(None if eqn.inside else rules)
+        if not eqn.inside:
+            rules()
+        tile.settled = True
         finish = guarded if eqn.inside else tuple
         diff_in, diff_out = _inexact(eqn.in_avals), _inexact(eqn.out_avals)
 

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from .._rules import Axes, Equation, traits
 from .values import Node, Value
 
-_KINDS = ("convolution", "contraction", "max_pool", "window")
 _IRRELEVANT = ("padding", "out_sharding")
 
 
@@ -71,7 +70,7 @@ def sample_of(nodes: Sequence[Node], trained: Collection[Value]) -> Sample | Non
 
     `trained`: values that have gradients.
     """
-    found = [n for n in nodes if n.tiled and traits(n.equation.primitive).kind in _KINDS]
+    found = [n for n in nodes if n.tiled and traits(n.equation.primitive).works]
     if len(found) != 1:
         return None
     (node,) = found

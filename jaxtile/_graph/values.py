@@ -61,9 +61,6 @@ class Value:
         return int(np.prod(self.aval.shape, dtype=np.int64)) * itemsize
 
 
-_EXPENSIVE = ("convolution", "contraction", "max_pool", "window", "reduction")
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """One equation of the graph."""
@@ -99,7 +96,8 @@ class Node:
 
     @property
     def expensive(self) -> bool:
-        return rules.traits(self.equation.primitive).kind in _EXPENSIVE
+        known = rules.traits(self.equation.primitive)
+        return known.works or known.kind == "reduction"
 
     @property
     def rule(self) -> rules.Rule:
@@ -155,6 +153,15 @@ class Graph:
     nodes: list[Node]
     stored: Storage = dataclasses.field(default_factory=dict)
     """Outputs, what the policy stores, and operands of what cannot run in tiles."""
+
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[Node]]:
+        """The equations that read each array, in order."""
+        found: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.outputs}
+        for node in self.nodes:
+            for value in node.inputs:
+                found.setdefault(value.array, []).append(node)
+        return found
 
 
 def constant(value: Value) -> np.ndarray | None:

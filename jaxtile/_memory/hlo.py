@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-_BITS = {"pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128}
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
 _SHAPE = re.compile(r"\(|\)|/\*.*?\*/|(\w+)\[([^\]]*)\](?:\{[^}]*\})?")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -40,10 +40,8 @@ class Leaf:
 
     @functools.cached_property
     def bytes(self) -> int:
-        bits = _BITS.get(self.dtype)
-        if bits is None:
-            digits = re.match(r"[a-z]+(\d+)", self.dtype)
-            bits = int(digits[1]) if digits else 32
+        digits = re.match(r"[a-z]+(\d+)", self.dtype)
+        bits = _BITS.get(self.dtype, int(digits[1]) if digits else 32)
         return math.prod(self.shape) * bits // 8
 
 

@@ -21,8 +21,9 @@ from jax import lax
 
 from .._geometry import Window, owned, partition
 from .._graph.values import Node
-from .._rules import Masks, Need, Reduction, State, Step, Windows
-from .._rules.reductions import accumulation_dtype, masked
+from .._rules import Masks, Need, Reduction, Share, State, Step, Windows
+from .._rules.reductions import accumulation_dtype
+from .._rules.registry import masked
 from .devices import Devices
 
 Array = jax.Array
@@ -141,7 +142,7 @@ def _reduce_backward(
     if across.repeated:
         wide = cotangent.astype(accumulation_dtype(cotangent.dtype))
         cotangent = lax.psum(wide, across.repeated).astype(cotangent.dtype)
-    pulled = across.reduction.pullback(operands, mine, remembered, state, cotangent)
+    pulled = across.reduction.pullback(Share(operands, mine, remembered, state), cotangent)
     return [None for _ in mine], [
         first_only(masked(x, m, 0), across.alike) for x, m in zip(pulled, mine, strict=True)
     ]

@@ -23,6 +23,7 @@ from .registry import Masks as Masks
 from .registry import Need as Need
 from .registry import Reduction as Reduction
 from .registry import Rule as Rule
+from .registry import Share as Share
 from .registry import State as State
 from .registry import Step as Step
 from .registry import Traits as Traits

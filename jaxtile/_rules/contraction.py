@@ -14,7 +14,7 @@ import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window
-from .reductions import Sum, accumulation_dtype, masked
+from .reductions import Sum, accumulation_dtype
 from .registry import (
     Axes,
     Equation,
@@ -22,9 +22,11 @@ from .registry import (
     Need,
     Reduction,
     Rule,
+    Share,
     State,
     Step,
     Windows,
+    masked,
     merge,
     register,
     sole,
@@ -122,15 +124,8 @@ class Contraction(Sum):
         dtype = accumulation_dtype(self.eqn.out_avals[0].dtype)
         return tuple(self.eqn.bind(x, y, preferred_element_type=dtype))
 
-    def pullback(
-        self,
-        operands: Sequence[jax.Array],
-        owned: Masks,
-        remembered: State,
-        state: State,
-        cotangent: jax.Array,
-    ) -> Sequence[jax.Array]:
-        (value,), pull = jax.vjp(lambda *x: self.partial(x, owned), *operands)
+    def pullback(self, share: Share, cotangent: jax.Array) -> Sequence[jax.Array]:
+        (value,), pull = jax.vjp(lambda *x: self.partial(x, share.owned), *share.operands)
         return pull((cotangent.astype(value.dtype),))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from .registry import (
     Need,
     Reduction,
     Rule,
+    Share,
     State,
     Step,
     Windows,
     forbid,
     joint,
+    masked,
     register,
     sole,
 )
@@ -139,11 +141,6 @@ def _kept(eqn: Equation) -> list[int]:
     return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["axes"]]
 
 
-def masked(x: jax.Array, owned: jax.Array | None, value: Any) -> jax.Array:
-    """`x` where an element is one's own, `value` elsewhere."""
-    return x if owned is None else jnp.where(owned, x, value)
-
-
 def _spread(x: jax.Array, eqn: Equation, shape: Sequence[int]) -> jax.Array:
     """A result, repeated over the reduced dimensions of one tile."""
     return lax.broadcast_in_dim(x, shape, _kept(eqn))
@@ -170,28 +167,17 @@ class Sum(Reduction):
     def finish(self, state: State) -> jax.Array:
         return state[0].astype(self.eqn.out_avals[0].dtype)
 
-    def pullback(
-        self,
-        operands: Sequence[jax.Array],
-        owned: Masks,
-        remembered: State,
-        state: State,
-        cotangent: jax.Array,
-    ) -> Sequence[jax.Array]:
-        (operand,) = operands
+    def pullback(self, share: Share, cotangent: jax.Array) -> Sequence[jax.Array]:
+        (operand,) = share.operands
         return [_spread(cotangent.astype(operand.dtype), self.eqn, operand.shape)]
 
-    def push(
-        self,
-        operands: Sequence[jax.Array],
-        owned: Masks,
-        remembered: State,
-        state: State,
-        tangents: Sequence[jax.Array],
-    ) -> jax.Array:
+    def push(self, share: Share, tangents: Sequence[jax.Array]) -> jax.Array:
         """The sum of the tangents, in as wide a type as the sum itself."""
-        found = jax.jvp(lambda *x: self.partial(x, owned)[0], tuple(operands), tuple(tangents))
-        return cast(jax.Array, found[1])
+
+        def total(*operands: jax.Array) -> jax.Array:
+            return self.partial(operands, share.owned)[0]
+
+        return cast(jax.Array, jax.jvp(total, tuple(share.operands), tuple(tangents))[1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,25 +230,17 @@ class Extremum(Reduction):
     def remember(self, partial: State) -> State:
         return partial[:1]
 
-    def pullback(
-        self,
-        operands: Sequence[jax.Array],
-        owned: Masks,
-        remembered: State,
-        state: State,
-        cotangent: jax.Array,
-    ) -> Sequence[jax.Array]:
-        (operand,), (mine,) = operands, owned
+    def pullback(self, share: Share, cotangent: jax.Array) -> Sequence[jax.Array]:
+        (operand,), (mine,) = share.operands, share.owned
         # The operand was recomputed, perhaps with other roundings than in the forward pass. Which
         # tiles hold the extremum is decided by forward values alone, and where in such a tile by
         # recomputed values alone.
         x = masked(operand, mine, self._worst)
         (here,) = self.eqn.bind(x)
-        share = jnp.where(
-            remembered[0] == state[0], cotangent / state[1].astype(cotangent.dtype), 0
-        )
+        (best_here,), (best, count) = share.remembered, share.state
+        each = jnp.where(best_here == best, cotangent / count.astype(cotangent.dtype), 0)
         hit = masked(x == _spread(here, self.eqn, x.shape), mine, False)
-        return [jnp.where(hit, _spread(share, self.eqn, x.shape), 0)]
+        return [jnp.where(hit, _spread(each, self.eqn, x.shape), 0)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,16 +269,6 @@ class Logical(Reduction):
 
     def finish(self, state: State) -> jax.Array:
         return state[0]
-
-    def pullback(
-        self,
-        operands: Sequence[jax.Array],
-        owned: Masks,
-        remembered: State,
-        state: State,
-        cotangent: jax.Array,
-    ) -> Sequence[jax.Array]:
-        raise TypeError("integers have no cotangent")
 
 
 _REDUCTIONS: dict[str, Callable[[Equation], Reduction]] = {

@@ -38,7 +38,6 @@ JAX versions, and several are not exported at all.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
 
@@ -65,6 +64,11 @@ Masks = Sequence[jax.Array | None]
 
 Where neighbours overlap, the others are counted elsewhere. None: all of them are its own.
 """
+
+
+def masked(x: jax.Array, owned: jax.Array | None, value: Any) -> jax.Array:
+    """`x` where an element is one's own, `value` elsewhere."""
+    return x if owned is None else jax.numpy.where(owned, x, value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,6 +202,18 @@ class Rule(Protocol):
         return None
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One tile's part of a reduction, as its derivatives see it."""
+
+    operands: Sequence[jax.Array]
+    owned: Masks
+    remembered: State
+    """What was stored of this tile."""
+    state: State
+    """Of all tiles together."""
+
+
 class Reduction(Protocol):
     """A reduction over tiled axes, as an accumulation over tiles.
 
@@ -230,33 +246,17 @@ class Reduction(Protocol):
         """
         return ()
 
-    def pullback(
-        self,
-        operands: Sequence[jax.Array],
-        owned: Masks,
-        remembered: State,
-        state: State,
-        cotangent: jax.Array,
-    ) -> Sequence[jax.Array]:
-        """The operands' cotangents in one tile, from the final state and the result's cotangent."""
-        ...
+    def pullback(self, share: Share, cotangent: jax.Array) -> Sequence[jax.Array]:
+        """The operands' cotangents in one tile, from that of the result."""
+        raise TypeError("integers have no cotangent")
 
-    def push(
-        self,
-        operands: Sequence[jax.Array],
-        owned: Masks,
-        remembered: State,
-        state: State,
-        tangents: Sequence[jax.Array],
-    ) -> jax.Array:
+    def push(self, share: Share, tangents: Sequence[jax.Array]) -> jax.Array:
         """What one tile adds to the result's tangent: the pullback, transposed."""
-        pullback = functools.partial(self.pullback, operands, owned, remembered, state)
-        own = [
-            x if m is None else jax.numpy.where(m, x, 0)
-            for x, m in zip(tangents, owned, strict=True)
-        ]
-        (found,) = jax.linear_transpose(lambda c: [*pullback(c)], self.finish(state))(own)
-        return cast(jax.Array, found)
+        own = [masked(x, mine, 0) for x, mine in zip(tangents, share.owned, strict=True)]
+        pullback = jax.linear_transpose(
+            lambda c: [*self.pullback(share, c)], self.finish(share.state)
+        )
+        return cast(jax.Array, pullback(own)[0])
 
 
 Kind = Literal[
@@ -309,6 +309,16 @@ class Traits:
     @property
     def fuses(self) -> bool:
         return self.kind in ("elementwise", "movement", "random")
+
+    @property
+    def works(self) -> bool:
+        """Does what it computes cost enough to be stored, or measured?"""
+        return self.kind in ("convolution", "contraction", "max_pool", "window")
+
+    @property
+    def forgets(self) -> bool:
+        """Does its derivative need none of its operands?"""
+        return self.linear == "sum" or self.kind in ("movement", "random")
 
 
 class TraitWords(TypedDict, total=False):

@@ -35,9 +35,10 @@ from .._regions.region import Region
 from .._regions.stages import Program, RunStage, stage_runner
 from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
-from .._rules import Reduction, Windows
+from .._rules import Reduction, Share, Windows
 from .._rules.manual import as_varying_as
-from .._rules.reductions import accumulation_dtype, masked
+from .._rules.reductions import accumulation_dtype
+from .._rules.registry import masked
 from .alike import Work, nearly_constant, zero
 from .in_place import are_parts, chosen, places
 from .recompute import (
@@ -360,8 +361,8 @@ class Loop:
                     continue
                 own = self._owned(target, row)
                 state = tuple(window(s, slots, row) for s in state)
-                share = reducer(target).push(values[k], own, note, state, moved[k])
-                found.append(add(total, share, slots, row))
+                share = Share(values[k], own, note, state)
+                found.append(add(total, reducer(target).push(share, moved[k]), slots, row))
             return found, None
 
         found = iter(self.layout.scan(body, carry, (rows, remembered))[0])
@@ -422,7 +423,7 @@ class Loop:
             share: Sequence[Array] = [cotangent]
             if target.reduction is not None:
                 state = tuple(window(s, slots, row) for s in state)
-                share = reducer(target).pullback(operands, own, note, state, cotangent)
+                share = reducer(target).pullback(Share(operands, own, note, state), cotangent)
             mine = [masked(x, mask, 0) for x, mask in zip(share, own, strict=True)]
             shares.append([self.layout.counted(target, x) for x in mine])
         return shares

@@ -117,5 +117,4 @@ def fuses(node: Node) -> bool:
 
 def works(node: Node) -> bool:
     """Is it worth storing what it computes?"""
-    kinds = ("convolution", "contraction", "max_pool", "window")
-    return traits(node.equation.primitive).kind in kinds
+    return traits(node.equation.primitive).works

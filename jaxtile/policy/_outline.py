@@ -227,12 +227,9 @@ def _arrays(graph: Graph) -> tuple[frozenset[Value], frozenset[Value]]:
     plain reduction is not computed as part of its readers, but what it reads is part of it.
     """
     source: dict[Value, Value] = {}
-    readers: dict[Value, list[Node]] = {}
     read, made = [v.array for v in graph.outputs], list[Value]()
     for node in graph.nodes:
         known = traits(node.equation.primitive)
-        for value in node.inputs:
-            readers.setdefault(value.array, []).append(node)
         for value in node.outputs:
             origin = node.inputs[0].array if known.view else value
             source[value] = source.get(origin, origin)
@@ -243,7 +240,7 @@ def _arrays(graph: Graph) -> tuple[frozenset[Value], frozenset[Value]]:
     needed: set[Value] = set()
     for node in reversed(graph.nodes):
         for value in node.outputs:
-            if any(_needs_operand(r, held, needed, source) for r in readers.get(value, ())):
+            if any(_needs_operand(r, held, needed, source) for r in graph.readers[value]):
                 needed.add(value)
     waiting = held | {source[v] for v in made if v in needed}
     return frozenset(waiting), frozenset(waiting | {source[v] for v in made})
@@ -256,9 +253,8 @@ def _needs_operand(
     known = traits(node.equation.primitive)
     if not node.tiled or not fuses(node):
         return known.linear != "sum"
-    linear = known.linear == "sum" or known.kind in ("movement", "random")
     asks_result = known.reads_result and len(node.inputs) == 1
-    if not linear and not asks_result:
+    if not known.forgets and not asks_result:
         return True
     if all(source[v] in held for v in node.outputs):
         return False
@@ -267,14 +263,10 @@ def _needs_operand(
 
 def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
     """Does an unnamed result end an operation? If it is work, and no name follows it closely."""
-    readers: dict[Value, list[Node]] = {}
-    for node in graph.nodes:
-        for value in node.inputs:
-            readers.setdefault(value.array, []).append(node)
 
     def named_soon(value: Value) -> bool:
-        while len(readers.get(value, ())) == 1:
-            (reader,) = readers[value]
+        while len(graph.readers[value]) == 1:
+            (reader,) = graph.readers[value]
             if reader.equation.primitive.name == "name":
                 return True
             if not fuses(reader) or len(reader.outputs) != 1:
