@@ -24,6 +24,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 KINDS = ("cells", "textures", "folder")
 TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
 PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
+_PROGRAMS = pathlib.Path(__file__).parents[2]
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
 FREE = ("policy", "mesh", "checkpoint.", "log.", "eval.tile")
 
@@ -232,12 +233,21 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
+def config_file(path: str) -> str:
+    """The file that `--config` names: here, or else among those that come with the programs."""
+    file, colon, rest = path.partition(":")
+    if not pathlib.Path(file).is_file() and (_PROGRAMS / file).is_file():
+        file = str(_PROGRAMS / file)
+    return f"{file}{colon}{rest}"
+
+
 def load(path: str) -> ConfigDict:
     """The config of a file."""
-    file = pathlib.Path(path.partition(":")[0])
+    file = pathlib.Path(config_file(path).partition(":")[0])
     if not file.is_file():
-        here = sorted(str(f) for f in file.parent.glob("*.py") if not f.name.startswith("_"))
-        hint = f"; there are {', '.join(here)}" if here else ""
+        folder = file.parent if file.parent.is_dir() else _PROGRAMS / file.parent
+        here = sorted(f.name for f in folder.glob("*.py") if not f.name.startswith("_"))
+        hint = f"; {file.parent} has {', '.join(here)}" if here else ""
         raise ConfigError(f"there is no config {str(file)!r}{hint}")
     spec = importlib.util.spec_from_file_location("config_file", file)
     module = importlib.util.module_from_spec(spec)
