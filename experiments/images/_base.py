@@ -37,6 +37,7 @@ class Image:
       dtype: of the windows, in native byte order.
       whole: whether the format has no windows, so that the first read decodes everything.
       block: (h, w) of what is decoded at once: windows that follow blocks decode nothing twice.
+      tags: of a TIFF, those that say where on Earth it lies.
     """
 
     whole = False
@@ -51,8 +52,9 @@ class Image:
         close: Callable[[], None] = lambda: None,
         block: Sequence[int] = (1, 1),
         dimensions: int = 2,
+        tags: Sequence[Any] = (),
     ):
-        self.path = path
+        self.path, self.tags = path, tuple(tags)
         self.shape = image_shape(path, shape, dimensions)
         self.dtype = image_dtype(path, dtype)
         self.block = tuple(min(n, m) for n, m in zip(block, self.shape, strict=False))

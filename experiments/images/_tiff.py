@@ -12,14 +12,18 @@ for the whole image; it has to be decoded whole. Tiled files do not have this tr
 from __future__ import annotations
 
 import collections
+import functools
 import math
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ._base import Image, ImageError, Window, describe, require
+from ._geo import georeference
 from ._raw import RawArray
 
 CACHE_BYTES = 32 * 2**20
@@ -49,6 +53,7 @@ def open_tiff(path: Path, dimensions: int = 2) -> Image:
             close=reader.close,
             block=(1, *segment) if dimensions == 3 else segment,
             dimensions=dimensions,
+            tags=georeference(reader.page),
         )
     except Exception as error:
         file.close()
@@ -160,48 +165,70 @@ class _Reader:
     def _fill(self, values: np.ndarray, window: Window, page: int, sample: int) -> None:
         (y0, y1), (x0, x1) = ((p.start, p.stop) for p in window)
         height, width = self.segment
-        for row in range(y0 // height, (y1 - 1) // height + 1):
-            for column in range(x0 // width, (x1 - 1) // width + 1):
-                segment = self._segment(page, (sample * self.rows + row) * self.columns + column)
-                top, left = row * height, column * width
-                bottom, right = top + segment.shape[0], left + segment.shape[1]
-                rows, columns = (max(y0, top), min(y1, bottom)), (max(x0, left), min(x1, right))
-                values[rows[0] - y0 : rows[1] - y0, columns[0] - x0 : columns[1] - x0] = segment[
-                    rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left
-                ]
+        places = [
+            (row, column)
+            for row in range(y0 // height, (y1 - 1) // height + 1)
+            for column in range(x0 // width, (x1 - 1) // width + 1)
+        ]
+
+        def copy(place: tuple[int, int]) -> None:
+            row, column = place
+            segment = self._segment(page, (sample * self.rows + row) * self.columns + column)
+            top, left = row * height, column * width
+            bottom, right = top + segment.shape[0], left + segment.shape[1]
+            rows, columns = (max(y0, top), min(y1, bottom)), (max(x0, left), min(x1, right))
+            values[rows[0] - y0 : rows[1] - y0, columns[0] - x0 : columns[1] - x0] = segment[
+                rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left
+            ]
+
+        if len(places) < 4:
+            for place in places:
+                copy(place)
+        else:
+            list(_decoders().map(copy, places))
 
     def _segment(self, page: int, index: int) -> np.ndarray:
-        """One decoded tile or strip, (h, w, channels), cut at the image's edges."""
+        """One decoded tile or strip, (h, w, channels), cut at the image's edges.
+
+        Several threads decode at the same time; the file is read by one of them at a time.
+        """
+        key = page, index
         with self.lock:
-            key = page, index
-            if key not in self.cache:
-                self.cache[key] = self._decode(page, index)
-            self.cache.move_to_end(key)
-            segment = self.cache[key]
+            if key in self.cache:
+                self.cache.move_to_end(key)
+                return self.cache[key]
+            data = self._data(page, index)
+        segment = self._decode(page, index, data)
+        with self.lock:
+            self.cache[key] = segment
             held = sum(value.nbytes for value in self.cache.values())
             while held > CACHE_BYTES and len(self.cache) > 1:
                 held -= self.cache.popitem(last=False)[1].nbytes
-            return segment
+        return segment
 
-    def _decode(self, page: int, index: int) -> np.ndarray:
+    def _data(self, page: int, index: int) -> bytes | None:
+        """None: a segment without bytes was never written, and all of it has one value."""
         offset = self.pages[page].dataoffsets[index]
         count = self.pages[page].databytecounts[index]
+        if not count:
+            return None
+        self.file.filehandle.seek(offset)
+        data = self.file.filehandle.read(count)
+        if len(data) < count:
+            raise ImageError(
+                self.path,
+                f"is truncated: it was longer when it was opened, and ends before byte "
+                f"{offset + count}",
+            )
+        return data
+
+    def _decode(self, page: int, index: int, data: bytes | None) -> np.ndarray:
         arguments = {}
         if self.page.compression in _JPEG_COMPRESSIONS:
             arguments = {
                 "jpegtables": self.pages[page].jpegtables,
                 "jpegheader": self.page.jpegheader,
             }
-        data = None  # a segment without bytes was never written: all of it has one value
-        if count:
-            self.file.filehandle.seek(offset)
-            data = self.file.filehandle.read(count)
-            if len(data) < count:
-                raise ImageError(
-                    self.path,
-                    f"is truncated: it was longer when it was opened, and ends before byte "
-                    f"{offset + count}",
-                )
         try:
             segment, _, (_, *shape) = self.page.decode(data, index, **arguments)
         except Exception as error:
@@ -210,6 +237,12 @@ class _Reader:
         if segment is None:
             return np.full(shape, self.page.nodata, self.dtype)
         return segment[0]
+
+
+@functools.cache
+def _decoders() -> ThreadPoolExecutor:
+    """For all images; libraries that decode let other threads run."""
+    return ThreadPoolExecutor(os.cpu_count(), "decode")
 
 
 def _undecodable(kind: str, index: int, error: Exception) -> str:

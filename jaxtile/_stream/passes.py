@@ -149,13 +149,18 @@ class Pass:
         states: list[Any] = [r.start() if r else None for r in self.reductions]
         shares: list[Share] = []
         remembered: list[Any] = []
+        rows = self._missing(sinks)
+        for _ in range(len(self.loop.rows) - len(rows)):
+            tick()
+        if not len(rows):
+            return [], []
 
         def read(row: Any) -> Any:
             return _windows(sources, self.loop.input_slots, row)
 
         def compute(i: int, windows: Any) -> Any:
             nonlocal states, shares
-            shares, notes = self.step(states, windows, whole, self.loop.rows[i])
+            shares, notes = self.step(states, windows, whole, rows[i])
             states = [s if r else None for r, s in zip(self.reductions, shares, strict=True)]
             return shares, notes
 
@@ -163,7 +168,7 @@ class Pass:
             remembered.append(jax.device_get(found[1]))
             self._write(row, found[0], sinks)
 
-        _run(self.loop.rows, read, compute, write, tick)
+        _run(rows, read, compute, write, tick)
         for target, reduction, share in zip(targets, self.reductions, shares, strict=True):
             if reduction or target.result not in sinks:
                 held.arrays[target.result] = reduction.finish(share) if reduction else share[0]
@@ -202,13 +207,28 @@ class Pass:
         for k, target in enumerate(self.region.targets):
             if target.result not in sinks or target.reduction is not None:
                 continue
-            tile = np.asarray(shares[k][0])
-            place = list(slices(self.loop.result_slots[k], row))
-            for d, slot in self.loop.ownership[target.value]:
-                place[d] = slice(place[d].start, place[d].start + int(at(slot, row)))
-            tile = tile[tuple(slice(p.stop - p.start) for p in place)]
+            place = self._place(k, row)
+            tile = np.asarray(shares[k][0])[tuple(slice(p.stop - p.start) for p in place)]
             for sink in sinks[target.result]:
-                sink.write(tuple(place), tile)
+                sink.write(place, tile)
+
+    def _place(self, k: int, row: Any) -> tuple[slice, ...]:
+        """Where the part of a target lies that belongs to this tile and no other."""
+        place = list(slices(self.loop.result_slots[k], row))
+        for d, slot in self.loop.ownership[self.region.targets[k].value]:
+            place[d] = slice(place[d].start, place[d].start + int(at(slot, row)))
+        return tuple(place)
+
+    def _missing(self, sinks: dict[Value, list[Sink | Store]]) -> np.ndarray:
+        """The tiles that have to be computed: all but those whose results are there already."""
+        places = [sinks.get(t.result, ()) for t in self.region.targets]
+        if not all(places) or any(self.reductions):
+            return self.loop.rows
+
+        def there(row: Any) -> bool:
+            return all(s.has(self._place(k, row)) for k, found in enumerate(places) for s in found)
+
+        return self.loop.rows[[not there(row) for row in self.loop.rows]]
 
     def backward(
         self,
