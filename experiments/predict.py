@@ -90,15 +90,17 @@ def load_network(workdir: str | os.PathLike) -> Network:
         options.mask_values if learner.config.task in ("auto", "segmentation") else (),
         options.nodata,
         options.resize,
+        options.level,
     )
 
 
 def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "folder of a training run", required=True)
-    flags.DEFINE_string("image", None, ".tif, .npy, .zarr, .png or .jpg", required=True)
+    flags.DEFINE_string("image", None, "a file, or a folder of planes", required=True)
     flags.DEFINE_string(
         "out", None, ".tif, .npy, .zarr or .ome.zarr; .json for a class", required=True
     )
+    flags.DEFINE_integer("level", None, "of a pyramid; by default the one of training")
     flags.DEFINE_integer("tile", 1024, "pixels of the result along a tile", lower_bound=1)
     flags.DEFINE_list("range", None, "values that become 0 and 255, if they are not of 8 bits")
     flags.DEFINE_bool("probabilities", False, "write the probabilities of all classes")
@@ -133,7 +135,7 @@ def _run(options: Any) -> None:
         raise ConfigError(f"--out={out} is the image itself")
     with contextlib.ExitStack() as stack:
         network = load_network(options.workdir)
-        image = open_image(options.image, network.learned.spatial)
+        image = open_image(options.image, network.learned.spatial, _level(options, network))
         image = stack.enter_context(resized(image, network.resize) if network.resize else image)
         if options.probabilities and not network.learned.task.has_probabilities:
             raise ConfigError("--probabilities: this network's task has none")
@@ -158,6 +160,10 @@ def _run(options: Any) -> None:
             f"{pixels:.1f} megapixels in {duration(seconds)}, compilation included: "
             f"{pixels / seconds:.2f} megapixels/s on {jax.devices()[0].device_kind}"
         )
+
+
+def _level(options: Any, network: Network) -> int:
+    return network.level if options.level is None else options.level
 
 
 class _Tiles:

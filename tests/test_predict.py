@@ -57,7 +57,14 @@ def image_file(path, height, width, channels=3, dtype=np.uint8):
 
 
 def run(workdir, image, out, **options):
-    given = {"tile": 16, "range": None, "probabilities": False, "dtype": "float32", **options}
+    given = {
+        "tile": 16,
+        "level": None,
+        "range": None,
+        "probabilities": False,
+        "dtype": "float32",
+        **options,
+    }
     predict.run(types.SimpleNamespace(workdir=workdir, image=str(image), out=str(out), **given))
 
 

@@ -116,7 +116,7 @@ def test_train_and_predict_volumes_of_a_folder(folder, tmp_path, capsys):
     assert sum(counted) == 14 * 17 * 15
 
     image = folder / "eval" / "images" / "0.tif"
-    options = {"tile": 8, "range": None, "probabilities": False, "dtype": "float32"}
+    options = {"tile": 8, "range": None, "level": None, "probabilities": False, "dtype": "float32"}
     given = types.SimpleNamespace(
         workdir=tmp_path / "run", image=str(image), out=str(tmp_path / "mask.npy"), **options
     )

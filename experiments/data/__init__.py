@@ -64,6 +64,7 @@ def load(
         path, labels: of a folder, and how it says its labels, see `listing`.
         size: of the window of an image that is an example, random in training and in the centre in
           evaluation: an integer, (H, W), or 0 for whole images.
+        level: of pyramids, which resolution is read; 0 is the finest.
         resize: pixels along a side that whole images get before windows are taken; 0: none.
         channels: of images; grey and colours become each other, of others there must be as many.
         classes: how many there are.
@@ -84,7 +85,8 @@ def load(
     window = options.size if size is None else size
     dimensions = options.dimensions
     geometry = Geometry(
-        sizes(window, dimensions), options.channels, options.augment, dimensions, options.resize
+        *(sizes(window, dimensions), options.channels, options.augment, dimensions),
+        *(options.resize, options.level),
     )
     return maker(options.kind)(options, split, geometry, seed)
 

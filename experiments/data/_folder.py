@@ -124,7 +124,7 @@ class Folder(Dataset):
         values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype, self.nodata)
         if not self.masks:
             return values, self._of_image(item)
-        mask = self._image(item.label)
+        mask = self._image(item.label, mask=True)
         parts = zip(starts, self.border, self.label_shape, strict=False)
         place = tuple(slice(a + b, a + b + n) for a, b, n in parts)
         return values, self.labels(image, mask, place)
@@ -156,7 +156,7 @@ class Folder(Dataset):
             if not self.masks:
                 yield image, self._of_image(item)
                 return
-            mask = stack.enter_context(self._open(item.label))
+            mask = stack.enter_context(self._open(item.label, mask=True))
             if mask.shape[:-1] != image.shape[:-1]:
                 raise DataError(item.label, f"was changed, and is no longer of {item.image}'s size")
             yield image, _Mask(self, image, mask)
@@ -216,16 +216,16 @@ class Folder(Dataset):
         self._check_some(kept)
         self.items, self.headers = map(list, zip(*kept, strict=True))
 
-    def _open(self, path: Path) -> Image:
-        image = open_image(path, self.geometry.dimensions)
+    def _open(self, path: Path, mask: bool = False) -> Image:
+        image = open_image(path, self.geometry.dimensions, self.geometry.level, mask=mask)
         return resized(image, self.geometry.resize) if self.geometry.resize else image
 
-    def _image(self, path: Path) -> Image:
+    def _image(self, path: Path, mask: bool = False) -> Image:
         """Opened, or still open. Formats without windows are not kept: they hold all pixels."""
         if not hasattr(self._of_thread, "images"):
             self._of_thread.images = collections.OrderedDict()
         images: collections.OrderedDict[Path, Image] = self._of_thread.images
-        image = images.pop(path, None) or self._open(path)
+        image = images.pop(path, None) or self._open(path, mask)
         if not image.whole:
             images[path] = image
             while len(images) > _OPEN_IMAGES:
@@ -263,7 +263,7 @@ class Folder(Dataset):
         return Header(shape[:-1], dtype)
 
     def _check_mask(self, image: Path, shape: tuple[int, ...], path: Path) -> None:
-        with self._open(path) as mask:
+        with self._open(path, mask=True) as mask:
             channels = self.classes if self.targets else 1
             if self.targets and mask.shape[-1] != channels:
                 raise DataError(

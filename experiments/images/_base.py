@@ -155,15 +155,16 @@ def _described(window: Window) -> str:
     return ", ".join(f"{n} {p.start} to {p.stop}" for n, p in zip(names, window, strict=True))
 
 
-def require(module: str, path: Path) -> types.ModuleType:
+def require(module: str, path: Path | str, extra: str = "train") -> types.ModuleType:
     """An optional package; not an `ImageError`, since the file is not to blame."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = {"PIL": "pillow"}.get(module.partition(".")[0], module)
+        names = {"PIL": "pillow", "openslide": "openslide-python openslide-bin"}
+        package = names.get(module.partition(".")[0], module)
         raise ImportError(
             f"{path}: this format needs the package {package}: pip install {package}, or "
-            "pip install 'jaxtile[train]'"
+            f"pip install 'jaxtile[{extra}]'"
         ) from error
 
 

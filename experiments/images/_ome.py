@@ -1,6 +1,6 @@
-"""OME-Zarr: a group with an image at several resolutions, of which the finest is read.
+"""OME-Zarr: a group with an image at several resolutions.
 
-Its metadata say where that array is and what its axes are, as `tczyx`. Time must have one point;
+Its metadata say where the arrays are and what their axes are, as `tczyx`. Time must have one point;
 without `dimensions=3` so must depth. Channels become last.
 """
 
@@ -15,8 +15,11 @@ from ._base import ImageError, describe
 _OLDEST = "tczyx"  # the axes where the metadata do not say
 
 
-def multiscale(path: Path) -> tuple[Path, list[str]] | None:
-    """The finest array of a group, and the names of its axes; None if it is no such group."""
+def multiscale(path: Path, level: int, mask: bool) -> tuple[Path, list[str]] | None:
+    """An array of a group, and the names of its axes; None if it is no such group.
+
+    Level 0 is the finest. A mask of one resolution has no other.
+    """
     for file, inside in ((".zattrs", ()), ("zarr.json", ("attributes", "ome"))):
         if not (path / file).is_file():
             continue
@@ -28,12 +31,24 @@ def multiscale(path: Path) -> tuple[Path, list[str]] | None:
                 continue
             first = found["multiscales"][0]
             axes = [a if isinstance(a, str) else a["name"] for a in first.get("axes", _OLDEST)]
-            return path / first["datasets"][0]["path"], axes
+            arrays = [each["path"] for each in first["datasets"]]
+            return path / arrays[level_of(path, level, len(arrays), mask)], axes
+        except ImageError:
+            raise
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ImageError(
                 path, f"is not a zarr array, or its metadata are damaged ({describe(error)})"
             ) from error
     return None
+
+
+def level_of(path: Path, level: int, there: int, mask: bool) -> int:
+    """The number of the resolution to read."""
+    if mask and there == 1:
+        return 0
+    if level >= there:
+        raise ImageError(path, f"has {there} resolutions, and no level {level}: the finest is 0")
+    return level
 
 
 def arranged(path: Path, array: Any, axes: list[str], dimensions: int) -> Any:

@@ -24,6 +24,7 @@ import numpy as np
 
 from ._base import Image, ImageError, Window, describe, require
 from ._geo import georeference
+from ._ome import level_of
 from ._raw import RawArray
 
 CACHE_BYTES = 32 * 2**20
@@ -35,15 +36,15 @@ _PLAIN_KINDS = ("generic", "uniform", "shaped")
 _JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
 
 
-def open_tiff(path: Path, dimensions: int = 2) -> Image:
-    """The first image of a TIFF at its full resolution; of a volume, a page is a plane."""
+def open_tiff(path: Path, dimensions: int, level: int, mask: bool) -> Image:
+    """The first image of a TIFF, at a level of its pyramid; of a volume, a page is a plane."""
     tifffile = require("tifffile", path)
     try:
         file = tifffile.TiffFile(path)
     except Exception as error:
         raise ImageError(path, f"is not a TIFF, or is corrupt ({describe(error)})") from error
     try:
-        reader = _Reader(path, file, _pages(path, file, dimensions), dimensions)
+        reader = _Reader(path, file, _pages(path, file, dimensions, (level, mask)), dimensions)
         segment = (1, reader.shape[-2]) if reader.raw else reader.segment
         return Image(
             path,
@@ -53,7 +54,7 @@ def open_tiff(path: Path, dimensions: int = 2) -> Image:
             close=reader.close,
             block=(1, *segment) if dimensions == 3 else segment,
             dimensions=dimensions,
-            tags=georeference(reader.page),
+            tags=georeference(reader.page) if level == 0 else (),
         )
     except Exception as error:
         file.close()
@@ -62,16 +63,21 @@ def open_tiff(path: Path, dimensions: int = 2) -> Image:
         raise ImageError(path, f"its header is corrupt ({describe(error)})") from error
 
 
-def _pages(path: Path, file: Any, dimensions: int) -> list[Any]:
-    """The pages that make up the image: one, or one for each channel; or one for each plane."""
+def _pages(path: Path, file: Any, dimensions: int, which: tuple[int, bool]) -> list[Any]:
+    """The pages that make up the image: one, or one for each channel; or one for each plane.
+
+    `which` level, and whether it may be the only one.
+    """
     if not file.series:
         raise ImageError(path, "is a TIFF without an image in it")
     first, *others = file.series
+    reduced = [series for series in others if series.keyframe.is_reduced]
     others = [series for series in others if not series.keyframe.is_reduced]
     if others and first.kind in _PLAIN_KINDS:
         shapes = ", ".join(str(tuple(series.shape)) for series in file.series[:4])
         raise ImageError(path, f"its pages differ ({shapes}); save the one to use in its own file")
-    level = first.levels[0]
+    levels = first.levels if len(first.levels) > 1 else _pyramid(first, reduced)
+    level = levels[level_of(path, which[0], len(levels), which[1])]
     pages = list(level.pages)
     page = level.keyframe
     separate, depth, *_, contiguous = page.shaped
@@ -89,6 +95,16 @@ def _pages(path: Path, file: Any, dimensions: int) -> list[Any]:
             "image in its own file, or set `data.dimensions` to 3 if it is a volume",
         )
     return pages
+
+
+def _pyramid(first: Any, reduced: list[Any]) -> list[Any]:
+    """Pages that follow each other, each half as large or less, with the same aspect."""
+    levels = [first]
+    for series in reduced:
+        (h, w), (smaller_h, smaller_w) = (s.keyframe.shaped[2:4] for s in (levels[-1], series))
+        if smaller_h < h and abs(h * smaller_w - w * smaller_h) <= max(h, w):
+            levels.append(series)
+    return levels
 
 
 class _Reader:

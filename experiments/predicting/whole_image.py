@@ -111,7 +111,7 @@ def _job(network: Network, image: Image, tiles: Sequence[int], probabilities: st
     file = str(image.path.resolve()), about.st_size, about.st_mtime_ns
     device = jax.__version__, jaxtile.__version__, jax.devices()[0].device_kind
     given = network.values, network.nodata, network.resize, str(network.scale)
-    return repr((found.hexdigest(), file, tuple(tiles), probabilities, given, device))
+    return repr((found.hexdigest(), file, image.shape, tuple(tiles), probabilities, given, device))
 
 
 def classify(

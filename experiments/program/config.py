@@ -40,6 +40,7 @@ _DATA = {
     "labels": "masks",  # masks, targets, folders, csv or tags
     "dimensions": 2,  # of images; 3: volumes
     "size": 256,  # of the window that is read; 0: whole images
+    "level": 0,  # of pyramids: 0 is the finest resolution
     "resize": 0,  # whole images to so many pixels a side first, to classify them; 0: as they are
     "channels": 1,
     "dtype": "uint8",  # of pixels; what files hold becomes 8 bits
@@ -163,6 +164,7 @@ def check(config: ConfigDict) -> None:
         _require(config, name, lambda t: len(t) in allowed, f"have 1 or {allowed[2]} values, or 0")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
     _require(config, "data.classes", lambda n: n <= 255, "be at most 255")
+    _require(config, "data.level", lambda n: n >= 0, "not be negative; 0: the finest resolution")
     for name in ("data.size", "eval.size"):
         _require(config, name, lambda n: n >= 0, "not be negative; 0: whole images")
     for name in ("data.mask_values", "data.ignored"):
