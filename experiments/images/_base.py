@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ class ImageError(ValueError):
     """What is wrong with a file, which the message names."""
 
     def __init__(self, path: str | Path, reason: str):
-        super().__init__(f"{path}: {reason}")
+        name = re.sub(r"^(https?|s3|gs):/(?=[^/])", r"\1://", str(path))  # a path has one slash
+        super().__init__(f"{name}: {reason}")
         self.path = Path(path)
         self.reason = reason
 

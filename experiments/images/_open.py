@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from ._base import Image, ImageError, WholeImage, Window, describe, image_shape, require
-from ._ome import arranged, multiscale
+from ._ome import Store, address_of, arranged, multiscale
 from ._raw import RawArray
 from ._slide import open_slide
 from ._tiff import open_tiff
@@ -51,12 +51,15 @@ def open_image(
     * `.mrxs`, `.vms`, `.vmu`: slides, by OpenSlide.
     * `.npy`: (H, W) or (H, W, C); a window reads its bytes.
     * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C); or
-      an OME-Zarr group.
+      an OME-Zarr group. It may be at an address (`https://`, `s3://`, `gs://`), which can also be
+      the text of a file `.url`.
     * `.nii`, `.nii.gz`, `.dcm`: volumes and images; or a folder with a file for each plane.
     * `.png`, `.jpg`, `.jpeg`: these formats have no windows. The first read decodes the whole
       image and keeps it until the image is closed; beyond 2^28 pixels they are refused.
     """
-    path = Path(path)
+    address, path = address_of(path), Path(path)
+    if address:
+        return _open_zarr(Store(path, address), dimensions, level, mask)
     if not path.exists():
         raise ImageError(path, "there is no such file")
     suffix = suffix_of(path)
@@ -66,7 +69,7 @@ def open_image(
     if level and not with_levels and not mask:
         raise ImageError(path, f"has one resolution, and no level {level}")
     if path.is_dir():
-        return _open_zarr(path, dimensions, level, mask)
+        return _open_zarr(Store(path), dimensions, level, mask)
     if suffix not in SUFFIXES:
         raise ImageError(
             path, f"the suffix {suffix!r} is not one of {', '.join(SUFFIXES)}: save it as one"
@@ -139,29 +142,29 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     return np.lib.format.read_array_header_2_0(file)
 
 
-def _open_zarr(path: Path, dimensions: int, level: int, mask: bool) -> Image:
-    found = multiscale(path, level, mask)
+def _open_zarr(store: Store, dimensions: int, level: int, mask: bool) -> Image:
+    found = multiscale(store, level, mask)
     if level and found is None and not mask:
-        raise ImageError(path, f"has one resolution, and no level {level}")
-    path, axes = found or (path, None)
-    if (path / "zarr.json").exists():
+        raise ImageError(store.path, f"has one resolution, and no level {level}")
+    store, axes = found or (store, None)
+    path = store.path
+    if store.text("zarr.json") is not None:
         driver = "zarr3"
-    elif (path / ".zarray").exists():
+    elif store.text(".zarray") is not None:
         driver = "zarr"
     else:
-        inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())[:4]
+        there = path.iterdir() if path.is_dir() else ()
+        inside = sorted(entry.name for entry in there if entry.is_dir())[:4]
         raise ImageError(
             path,
             "is a directory without a zarr array (no zarr.json or .zarray)"
             + (f"; if it is a group, name the array in it: {', '.join(inside)}" if inside else ""),
         )
-    tensorstore = require("tensorstore", path)
-    store = {"driver": "file", "path": str(path.resolve())}
     try:
-        array = tensorstore.open({"driver": driver, "kvstore": store}, read=True).result()
+        array = store.open(driver)
         dtype = array.dtype.numpy_dtype
         array = array if axes is None else arranged(path, array, axes, dimensions)
-    except ImageError:
+    except (ImageError, ImportError):
         raise
     except Exception as error:
         raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
@@ -269,4 +272,4 @@ _OPENERS: dict[str, Callable[[Path, int], Image]] = {
     **dict.fromkeys(_PILLOW_READERS, _open_with_pillow),
 }
 
-SUFFIXES = (*_TIFFS, ".zarr", *_OPENERS, *_SLIDES)
+SUFFIXES = (*_TIFFS, ".zarr", ".url", *_OPENERS, *_SLIDES)

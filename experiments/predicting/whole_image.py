@@ -107,8 +107,10 @@ def _job(network: Network, image: Image, tiles: Sequence[int], probabilities: st
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(network.weights):
         found.update(np.asarray(leaf).tobytes())
-    about = image.path.stat()
-    file = str(image.path.resolve()), about.st_size, about.st_mtime_ns
+    file: Any = str(image.path)
+    if image.path.exists():  # and is not at an address
+        about = image.path.stat()
+        file = str(image.path.resolve()), about.st_size, about.st_mtime_ns
     device = jax.__version__, jaxtile.__version__, jax.devices()[0].device_kind
     given = network.values, network.nodata, network.resize, str(network.scale)
     return repr((found.hexdigest(), file, image.shape, tuple(tiles), probabilities, given, device))
