@@ -90,7 +90,8 @@ def base(model: str, **options: Any) -> ConfigDict:
             # Of activations; weights and optimiser are float32.
             "dtype": "float32",
             "seed": 0,
-            # The workdir of another run, to begin with its best weights.
+            # To begin with: the workdir of another run, of which the best weights are taken; or
+            # torchvision's weights, as resnet50.safetensors, .npz or .pth.
             "start_from": "",
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: slower, but going on gives the same bits

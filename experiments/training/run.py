@@ -18,7 +18,7 @@ from .out_of_memory import OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data
 from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
-from .trained import load_trained
+from .trained import first_weights
 from .workdir import Workdir
 
 
@@ -47,8 +47,9 @@ class Run:
         self.saved = Saved(workdir.path, config.checkpoint.keep, devices)
         self.done, self.state, self.record = self.saved.restore(self.step)
         if self.done == 0 and config.start_from:
-            self.state = self.step.begun_with(load_trained(config.start_from).weights)
-            print(f"beginning with the weights of {config.start_from}", flush=True)
+            weights, new = first_weights(self.learner, config.start_from)
+            self.state = self.step.begun_with(weights)
+            print(f"beginning with the weights of {config.start_from}{new}", flush=True)
         self.total = config.train.steps
         if self.done > self.total:
             raise ConfigError(
