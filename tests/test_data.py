@@ -33,6 +33,7 @@ def load(split="train", label_size=None, seed=0, **changed):
         "size": 16,
         "resize": 0,
         "level": 0,
+        "regions": "",
         "channels": 1,
         "classes": 3,
         "dtype": "uint8",

@@ -20,6 +20,8 @@ import numpy as np
 from ..images import Image, ImageError, open_image, resized
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._listing import Item, Listing
+from ._regions import Region
+from ._regions import starts as starts_in
 from ._scale import check_channels, is_nodata, read_pixels
 
 _OPEN_IMAGES = 8
@@ -72,6 +74,8 @@ class Folder(Dataset):
                 f"in masks, {min(both)} cannot be a class (`mask_values` are {self.mask_values}) "
                 f"and be ignored (`ignored` is {self.ignored_values})"
             )
+        self.regions: dict[Path, Region] = {}
+        """In which training windows lie; none: anywhere."""
         self._of_thread = threading.local()  # an open file has a position: one reader each
         size = geometry.size or (1,) * geometry.dimensions  # until the images have been looked at
         label_shape = size if self.masks else ()
@@ -119,7 +123,13 @@ class Folder(Dataset):
         spare = [n - m for n, m in zip(image.shape[:-1], self.shape[:-1], strict=True)]
         if min(spare) < 0:
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
-        starts = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
+        if rng is None:
+            starts = [n // 2 for n in spare]
+        elif self.regions:
+            region = self.regions[item.image]
+            starts = starts_in(region, rng, image.shape[:-1], self.shape[:-1])
+        else:
+            starts = [rng.integers(n + 1) for n in spare]
         place = tuple(slice(a, a + n) for a, n in zip(starts, self.shape[:-1], strict=True))
         values = read_pixels(image, place, self.shape[-1], self.scale, self.dtype, self.nodata)
         if not self.masks:

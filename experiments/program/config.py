@@ -47,6 +47,7 @@ _DATA = {
     "classes": 2,  # or numbers that the model gives
     "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
     "ignored": (),  # values of masks that do not count, as (255,)
+    "regions": "",  # a folder in `path`: where training windows lie (GeoJSON, CSV or masks)
     "nodata": (),  # values of pixels without data, whose labels do not count, as (0,)
     "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
     "files_outside": False,  # labels.csv may name files outside its folder

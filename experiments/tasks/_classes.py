@@ -18,6 +18,7 @@ _DISTINCT = [  # also for those who see some colours as one (Okabe and Ito)
     *[(240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167)],
 ]
 IGNORED = 255
+_MOST_CONFUSED = 12  # classes: each pair of them is counted
 
 
 class _OneClass(Task):
@@ -35,12 +36,16 @@ class _OneClass(Task):
         is_true = labels[..., None] == classes
         is_predicted = (scores.argmax(-1)[..., None] == classes) & counted[..., None]
         losses = jax.nn.logsumexp(scores, -1) - jnp.where(is_true, scores, 0).sum(-1)
-        return {
+        found = {
             "loss": jnp.where(counted, losses, 0),
             "correct": is_predicted & is_true,
             "predicted": is_predicted,
             "true": is_true,
         }
+        if self.classes <= _MOST_CONFUSED:
+            pairs = is_true[..., None] & is_predicted[..., None, :]
+            found["pairs"] = pairs.reshape(*labels.shape, -1)
+        return found
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, Any]:
         """The usual measures. Per class: how often it is there (`counted`), intersection over
@@ -60,7 +65,14 @@ class _OneClass(Task):
             "iou": iou,
             "dice": dice,
             "counted": [int(n) for n in true],
+            **self._confusion(sums),
         }
+
+    def _confusion(self, sums: dict[str, np.ndarray]) -> dict[str, Any]:
+        """For each class, how often it was taken for each class."""
+        if "pairs" not in sums:
+            return {}
+        return {"confusion": sums["pairs"].reshape(self.classes, -1).astype(int).tolist()}
 
     def predict(self, scores: jax.Array) -> jax.Array:
         return scores.argmax(-1).astype(jnp.uint8 if self.classes <= 256 else jnp.uint16)
