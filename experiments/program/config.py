@@ -250,8 +250,8 @@ def load(path: str) -> ConfigDict:
     file = pathlib.Path(config_file(path).partition(":")[0])
     if not file.is_file():
         folder = file.parent if file.parent.is_dir() else _PROGRAMS / file.parent
-        here = sorted(f.name for f in folder.glob("*.py") if not f.name.startswith("_"))
-        hint = f"; {file.parent} has {', '.join(here)}" if here else ""
+        names = sorted(f.name for f in folder.glob("*.py") if not f.name.startswith("_"))
+        hint = f"; there are {', '.join(str(file.parent / n) for n in names)}" if names else ""
         raise ConfigError(f"there is no config {str(file)!r}{hint}")
     spec = importlib.util.spec_from_file_location("config_file", file)
     module = importlib.util.module_from_spec(spec)
