@@ -2,7 +2,7 @@
 
     python -m experiments.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Expect: 100 s; IoU of the cells 0.83 (more than 0.8); a step in 5.3 MiB where plain JAX takes 45.
+Expect: 100 s; IoU of the cells 0.81 (more than 0.75); a step in 5.3 MiB where plain JAX takes 45.
 """
 
 from experiments.program.config import base
@@ -13,7 +13,7 @@ def get_config():
     config.policy = "budget:11MiB"
     config.data.size = 256
     config.train.steps = 160
-    config.train.learning_rate = 1e-2
+    config.train.learning_rate = 5e-3
     config.train.warmup_steps = 5
     config.eval.every = 40
     config.checkpoint.every = 40

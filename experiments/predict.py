@@ -7,8 +7,9 @@ memory, and there are no seams: the result is that of the network on the whole i
 
 * A network that segments writes the class of each pixel: its number or, if `data.mask_values` gave
   it one, its value; or with `--probabilities` those of all classes, (H, W, classes). The file may
-  be .tif (tiled, compressed BigTIFF), .npy or .zarr. A network without padding gives a map smaller
-  than the image; which pixel is its first is printed.
+  be .tif (BigTIFF: tiled, compressed, with a pyramid, the names and colours of classes, and the
+  georeference of the image), .npy, .zarr or .ome.zarr (with pyramid, names and colours). A network
+  without padding gives a map smaller than the image; which pixel is its first is printed.
 * A network that classifies prints the probability of each class, and writes JSON.
 
 Some networks do not take every size: a U-Net that halves the image four times takes multiples of
@@ -19,8 +20,8 @@ Pixels become 8 bits and as many channels as the network has, by the rules of th
 values that are not of 8 bits by the range of the training images. If these were of 8 bits, it is
 the image's own range, which takes one more pass over it, or what `--range=0,4095` says.
 
-Whatever ends it before the end (an error, a full disk, Ctrl-C, SIGTERM, SIGHUP), a result that is
-not whole is removed.
+What is written is in a folder NAME.part until it is whole. If the program is stopped or killed, the
+same command goes on there, and the result has the same bytes. After an error nothing is left.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from .predicting.whole_image import classify, segment
 from .program.command import start
 from .program.config import ConfigError
 from .program.files import write_atomically
-from .program.progress import Bar, duration
+from .program.progress import Now, duration
 from .training.checkpoints import CheckpointError
 from .training.trained import load_trained
 
@@ -89,13 +90,17 @@ def load_network(workdir: str | os.PathLike) -> Network:
         options.mask_values if learner.config.task in ("auto", "segmentation") else (),
         options.nodata,
         options.resize,
+        options.level,
     )
 
 
 def define_flags() -> None:
     flags.DEFINE_string("workdir", None, "folder of a training run", required=True)
-    flags.DEFINE_string("image", None, ".tif, .npy, .zarr, .png or .jpg", required=True)
-    flags.DEFINE_string("out", None, ".tif, .npy or .zarr; .json for a class", required=True)
+    flags.DEFINE_string("image", None, "a file, or a folder of planes", required=True)
+    flags.DEFINE_string(
+        "out", None, ".tif, .npy, .zarr or .ome.zarr; .json for a class", required=True
+    )
+    flags.DEFINE_integer("level", None, "of a pyramid; by default the one of training")
     flags.DEFINE_integer("tile", 1024, "pixels of the result along a tile", lower_bound=1)
     flags.DEFINE_list("range", None, "values that become 0 and 255, if they are not of 8 bits")
     flags.DEFINE_bool("probabilities", False, "write the probabilities of all classes")
@@ -130,7 +135,7 @@ def _run(options: Any) -> None:
         raise ConfigError(f"--out={out} is the image itself")
     with contextlib.ExitStack() as stack:
         network = load_network(options.workdir)
-        image = open_image(options.image, network.learned.spatial)
+        image = open_image(options.image, network.learned.spatial, _level(options, network))
         image = stack.enter_context(resized(image, network.resize) if network.resize else image)
         if options.probabilities and not network.learned.task.has_probabilities:
             raise ConfigError("--probabilities: this network's task has none")
@@ -143,10 +148,11 @@ def _run(options: Any) -> None:
             _write_classes(out, options.image, network, found)
         else:
             dtype = options.dtype if options.probabilities else None
-            area = segment(
+            area, limit = segment(
                 network, image, out, tile=options.tile, probabilities=dtype, progress=progress
             )
-            print(f"{out}: {times(area.size)} pixels{_where(area, image.shape)}")
+            progress.now.close()
+            print(f"{out}: {times(area.size)} pixels{_where(area, image.shape)}; {limit}")
         if network.scale is not None and (cut := network.scale.beyond()):
             print(f"warning: {cut}")
         seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:-1]) / 1e6
@@ -156,22 +162,46 @@ def _run(options: Any) -> None:
         )
 
 
+def _level(options: Any, network: Network) -> int:
+    return network.level if options.level is None else options.level
+
+
 class _Tiles:
-    """A bar, as soon as it is known how many tiles there are; plain lines for every tenth."""
+    """One line that says how far it is: live on a terminal, and every few seconds elsewhere."""
 
     def __init__(self) -> None:
-        self.bar: Bar | None = None
+        self.now = Now(self._left)
+        self.there, self.done, self.total, self.began = 0, 0, 0, 0.0
+
+    def go_on(self, there: int) -> None:
+        self.there = there
+        if there:
+            self.now(f"going on: {there} tiles are there already")
 
     def __call__(self, done: int, total: int) -> None:
-        self.bar = self.bar or Bar("tile", total, every=math.ceil(total / 10))
-        self.bar.advance()
+        if self.done == 0:
+            self.began = time.perf_counter()
+            self.now("tile by tile")
+        self.done, self.total = done, total
+
+    def finish(self) -> None:
+        self.done = 0
+        self.now("writing the file")
+
+    def _left(self) -> str:
+        """How many tiles; and how long it takes, by those after the first."""
+        if not self.done:
+            return ""
+        each = (time.perf_counter() - self.began) / max(1, self.done - self.there - 1)
+        return f"tile {self.done}/{self.total}; {duration(each * (self.total - self.done))} left"
 
     def __enter__(self) -> _Tiles:
+        self.now.__enter__()
+        self.now("compiling, and the first tile")
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self.bar is not None:
-            self.bar.__exit__(*exception)
+        self.now.close()
 
 
 def _check_json(out: pathlib.Path) -> None:
@@ -211,4 +241,4 @@ def _where(area: Map, shape: Sequence[int]) -> str:
 
 if __name__ == "__main__":
     define_flags()
-    start(main, "nothing was written")
+    start(main, "the same command goes on, if NAME.part is there")

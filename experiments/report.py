@@ -50,9 +50,14 @@ def main(argv: list[str]) -> None:
 def write(folder: pathlib.Path, results: Results) -> pathlib.Path:
     """The page and its pictures; returns the path of the page."""
     pictures = draw(folder, results)
-    rows = [row(result, folder, position) for position, result in enumerate(results)]
+    plain = {_problem(r): r for r in results if r.cell.policy == "plain" and r.status == "ok"}
+    rows = [
+        {**row(result, folder, position), **ratios(result, plain.get(_problem(result)))}
+        for position, result in enumerate(results)
+    ]
     page = _PAGE.read_text()
     for name, text in {
+        "conclusions": "\n".join(f"<li>{html.escape(c)}</li>" for c in conclusions(results)),
         "machines": html.escape("; ".join(sorted({_machine(r) for r in results}))),
         "pictures": "\n".join(_image(p) for p in pictures),
         # In a script, `</script` and `<!--` have a meaning even within a string.
@@ -98,6 +103,59 @@ def row(result: Result, folder: pathlib.Path, position: int) -> dict[str, Any]:
     if values.get("plan"):
         fields |= _plan(values["plan"], folder / f"plan-{position}.png", cell.name)
     return fields
+
+
+def _problem(result: Result) -> tuple[Any, ...]:
+    """What policies are compared on."""
+    return result.cell.model, tuple(result.cell.shape), result.cell.dtype
+
+
+def ratios(result: Result, plain: Result | None) -> dict[str, float]:
+    """Time and memory in those of plain JAX on the same problem."""
+    if plain is None or result.status != "ok":
+        return {}
+    found = {"time / plain": result.values["seconds"] / plain.values["seconds"]}
+    bytes_of = [number(r.values, "compiled_bytes") for r in (result, plain)]
+    if all(bytes_of):
+        found["memory / plain"] = bytes_of[0] / bytes_of[1]
+    return found
+
+
+def conclusions(results: Results) -> list[str]:
+    """A sentence for each problem: what the least memory costs, and what was fastest."""
+    problems: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.status == "ok" and number(result.values, "compiled_bytes"):
+            problems[_problem(result)].append(result)
+    return [_conclusion(group) for group in problems.values()]
+
+
+def _conclusion(group: Results) -> str:
+    batch, height, width, *_ = group[0].cell.shape
+    name = f"{group[0].cell.model}, {batch} x {height} x {width}, {group[0].cell.dtype}"
+    plain = next((r for r in group if r.cell.policy == "plain"), None)
+    least = min(group, key=_gibibytes)
+    fastest = min(group, key=lambda r: r.values["seconds"])
+    if plain is None:
+        return (
+            f"{name}: plain JAX was not measured, or does not fit; {least.cell.policy} needs the "
+            f"least, {_gibibytes(least):.3g} GiB, and {fastest.cell.policy} is the fastest, "
+            f"{fastest.values['seconds'] * 1e3:.3g} ms."
+        )
+    if least is plain:
+        return f"{name}: no policy that was measured needs less memory than plain JAX."
+    found = ratios(least, plain)
+    text = (
+        f"{name}: {least.cell.policy} needs {found['memory / plain']:.2f} of plain JAX's memory "
+        f"and takes {found['time / plain']:.2f} times as long"
+    )
+    if fastest not in (plain, least):
+        best = ratios(fastest, plain)
+        text += (
+            f"; {fastest.cell.policy} is the fastest, {best['time / plain']:.2f} times at "
+            f"{best['memory / plain']:.2f} of the memory"
+        )
+    return f"{text}."
 
 
 def _plan(found: Any, picture: pathlib.Path, name: str) -> dict[str, str]:
@@ -196,7 +254,8 @@ def _gibibytes(result: Result) -> float:
 
 
 def _machine(result: Result) -> str:
-    return ", ".join(f"{k} {v}" for k, v in result.machine.items())
+    device = {"device": result.values["device"]} if "device" in result.values else {}
+    return ", ".join(f"{k} {v}" for k, v in {**device, **result.machine}.items())
 
 
 def _image(path: pathlib.Path) -> str:

@@ -11,6 +11,7 @@ from ._names import call as call
 from ._names import find as find
 from ._network import Network as Network
 from ._network import network as network
+from ._weights import SUFFIXES as SUFFIXES
 from ._weights import load_weights as load_weights
 from .alexnet import AlexNet as AlexNet
 from .local_cnn import LocalCNN as LocalCNN

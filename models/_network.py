@@ -23,6 +23,7 @@ from flax import nnx
 
 from ._create import maker
 from ._names import call, parameters
+from ._weights import load_pretrained
 
 _LAYOUTS = ("N...C", "NC...", "C...", "...C")
 _IN_TRAINING = {  # names that libraries have for the mode, and what they are in training
@@ -45,6 +46,8 @@ class Network:
     """From images, of which only the shape counts, to weights and state: a function of the seed."""
     apply: Callable[..., tuple[jax.Array, Any]]
     library: str
+    pretrained: Callable[[str], tuple[Any, Any, list[str]]] | None = None
+    """From a file to weights and state, and the names of what is not in the file."""
 
 
 def network(name: str, options: Mapping[str, Any], *, seed: int, **offered: Any) -> Network:
@@ -128,7 +131,13 @@ def _of_nnx(made: Made, seed: int) -> Network:
         scores = run(lambda x: model(x, **_mode(model.__call__, train)), images)
         return scores, split(model)[3]
 
-    return Network(init, apply, "nnx")
+    def pretrained(path: str) -> tuple[Any, Any, list[str]]:
+        model = made()
+        new = load_pretrained(model, path)
+        _, params, _, variables = split(model)
+        return params, variables, new
+
+    return Network(init, apply, "nnx", pretrained)
 
 
 def _of_linen(module: flax.linen.Module, seed: int) -> Network:

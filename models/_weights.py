@@ -1,7 +1,8 @@
-"""Weights in torchvision's layout: state dicts saved as `.safetensors` or `.npz`.
+"""Weights in torchvision's layout: state dicts in `.safetensors`, `.npz`, or `.pth` and `.pt`.
 
-In PyTorch: `safetensors.torch.save_file(model.state_dict(), "resnet50.safetensors")`, or
-`numpy.savez("resnet50.npz", **{k: v.numpy() for k, v in model.state_dict().items()})`.
+In PyTorch: `safetensors.torch.save_file(model.state_dict(), "resnet50.safetensors")`,
+`numpy.savez("resnet50.npz", **{k: v.numpy() for k, v in model.state_dict().items()})`, or
+`torch.save(model.state_dict(), "resnet50.pth")`. ResNet-50 of timm has the same names.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ._torch_file import read_torch_file
 from .alexnet import AlexNet
 from .resnet50 import ResNet50
 from .vgg16 import VGG16
+
+SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
 
 
 def load_weights(
@@ -34,7 +38,8 @@ def load_weights(
 
     Args:
       model: is changed in place.
-      source: a `.safetensors` or `.npz` file, or a mapping from names to arrays.
+      source: a `.safetensors`, `.npz`, `.pth` or `.pt` file, or a mapping from names to arrays. No
+        code that a file may contain is run.
       skip: prefixes of names to leave as they are, such as `["fc."]` to train a new classifier.
     """
     if isinstance(source, Mapping):
@@ -67,6 +72,31 @@ def load_weights(
         place.variable[...] = jnp.asarray(array, place.variable[...].dtype)
 
 
+def load_pretrained(model: nnx.Module, source: str | PathLike[str]) -> list[str]:
+    """As `load_weights`, but a last layer of another number of classes stays as it is.
+
+    Returns the names of what stays.
+    """
+    tensors = _read(Path(source))
+    last = _last_layer(model)
+    other = [p.name for p in last if p.name in tensors and not _fits(p, tensors[p.name])]
+    try:
+        load_weights(model, tensors, skip=[p.name for p in last] if other else ())
+    except ValueError as error:
+        raise ValueError(f"{fspath(source)}: {error}") from error
+    return [p.name for p in last] if other else []
+
+
+def _last_layer(model: nnx.Module) -> list[_Place]:
+    places = list(_places(model))
+    prefix = places[-1].name.rpartition(".")[0]
+    return [p for p in places if p.name.rpartition(".")[0] == prefix and "features" not in p.name]
+
+
+def _fits(place: _Place, array: np.ndarray) -> bool:
+    return array.shape[0] == place.variable[...].shape[-1]
+
+
 class _Place(NamedTuple):
     name: str
     variable: nnx.Variable
@@ -79,6 +109,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         if path.suffix == ".npz":
             with np.load(path) as archive:
                 return dict(archive)
+        if path.suffix in (".pth", ".pt", ".bin"):
+            return read_torch_file(path)
         if path.suffix == ".safetensors":
             try:
                 from safetensors.numpy import load_file
@@ -91,7 +123,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         raise
     except Exception as error:
         raise ValueError(f"{path} is damaged or not a {path.suffix} file: {error}") from error
-    raise ValueError(f"{path} must end in .safetensors or .npz")
+    raise ValueError(f"{path} must end in {', '.join(SUFFIXES)}")
 
 
 def _places(model: nnx.Module) -> Iterator[_Place]:

@@ -30,6 +30,7 @@ class ResNet50(nnx.Module):
       in_channels: channels of the image.
       blocks: per stage. (3, 4, 23, 3) is ResNet-101, (3, 8, 36, 3) ResNet-152.
       width: channels of the stem and of the first stage's 3 x 3 convolutions.
+      spatial: spatial axes: 1, 2, or 3 for volumes.
       frozen: normalise with the running statistics in training too, and never change them.
       momentum: of the running statistics (PyTorch's 0.1 is 0.9 here).
       zero_init_residual: the last norm of each block starts with a scale of 0, and so each block as
@@ -47,6 +48,7 @@ class ResNet50(nnx.Module):
         in_channels: int = 3,
         blocks: Sequence[int] = (3, 4, 6, 3),
         width: int = 64,
+        spatial: int = 2,
         frozen: bool = False,
         momentum: float = 0.9,
         zero_init_residual: bool = False,
@@ -56,8 +58,9 @@ class ResNet50(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.in_channels, self.folded = in_channels, folded
-        self.blocks, self.width = tuple(blocks), width
+        self.blocks, self.width, self.spatial = tuple(blocks), width, spatial
         options = {
+            "spatial": spatial,
             "frozen": frozen,
             "momentum": momentum,
             "folded": folded,
@@ -79,13 +82,14 @@ class ResNet50(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The logits."""
-        check_image("ResNet50", x.shape, 2, self.in_channels)
+        check_image("ResNet50", x.shape, self.spatial, self.in_channels)
         x = self.conv1(x, "conv1", relu=True)
         x = checkpoint_name(ops.max_pool(x, window=3, strides=2, padding=1), "maxpool")
         for stage in range(1, len(self.blocks) + 1):
             for i, block in enumerate(getattr(self, f"layer{stage}")):
                 x = block(x, f"layer{stage}.{i}")
-        x = checkpoint_name(x.mean((1, 2), keepdims=True), "avgpool")
+        space = tuple(range(1, x.ndim - 1))
+        x = checkpoint_name(x.mean(space, keepdims=True), "avgpool")
         x = checkpoint_name(x.reshape(x.shape[0], -1), "flatten")
         dtype = self.fc.dtype or jnp.result_type(x, self.fc.kernel[...])
         y = x.astype(dtype) @ self.fc.kernel[...].astype(dtype)
@@ -117,6 +121,7 @@ class Unit(nnx.Module):
         stride: int,
         padding: int,
         *,
+        spatial: int,
         frozen: bool,
         momentum: float,
         folded: bool,
@@ -130,7 +135,7 @@ class Unit(nnx.Module):
         self.conv = nn.Conv(
             n_in,
             n_out,
-            (kernel, kernel),
+            (kernel,) * spatial,
             stride,
             padding=padding,
             use_bias=False,
@@ -207,6 +212,7 @@ def fold_batch_norm(model: ResNet50) -> ResNet50:
             in_channels=model.in_channels,
             blocks=model.blocks,
             width=model.width,
+            spatial=model.spatial,
             folded=True,
             dtype=model.fc.dtype,
             param_dtype=model.fc.param_dtype,

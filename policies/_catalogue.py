@@ -149,6 +149,13 @@ def _in_tiles(policy: str, argument: str) -> Callable[[Outline], Choice]:
                 f"the policy '{policy}:{argument}' has {len(grid)} numbers, but `in_axes` has "
                 f"{outline.rank} tiled axes"
             )
+        longest = [max(n) for n in zip(*(p.lengths for p in outline.parts if p.tiled), strict=True)]
+        if any(n > 1 and tiles > n for tiles, n in zip(grid, longest, strict=False)):
+            size = " x ".join(map(str, longest))
+            raise ValueError(
+                f"the policy '{policy}:{argument}' has more tiles than there are positions, {size}:"
+                " its numbers are tiles along each axis, not pixels"
+            )
         return Choice(grid)
 
     return choice

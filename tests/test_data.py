@@ -32,6 +32,8 @@ def load(split="train", label_size=None, seed=0, **changed):
         "options": {},
         "size": 16,
         "resize": 0,
+        "level": 0,
+        "regions": "",
         "channels": 1,
         "classes": 3,
         "dtype": "uint8",

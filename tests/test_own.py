@@ -527,7 +527,7 @@ def test_images_of_classes_in_all_sizes(tmp_path):
     checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
     checkpoints.save(0, learner.weights()._asdict(), {})
     checkpoints.close()
-    options = {"tile": 64, "range": None, "probabilities": False, "dtype": "float32"}
+    options = {"tile": 64, "range": None, "level": None, "probabilities": False, "dtype": "float32"}
     file, out = tmp_path / "files" / "larch" / "0.png", tmp_path / "class.json"
     predict.run(
         types.SimpleNamespace(workdir=tmp_path / "run", image=str(file), out=str(out), **options)

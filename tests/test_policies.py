@@ -142,6 +142,8 @@ def test_names_are_found_without_importing_the_catalogue():
 def test_the_wrong_number_of_axes():
     with pytest.raises(ValueError, match="has 1 numbers, but `in_axes` has 2"):
         stored("tiled:4")
+    with pytest.raises(ValueError, match=r"more tiles than there are positions, \d+ x \d+: its"):
+        stored("tiled:500x3")
 
 
 def test_effects_are_no_results():

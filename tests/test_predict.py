@@ -57,7 +57,14 @@ def image_file(path, height, width, channels=3, dtype=np.uint8):
 
 
 def run(workdir, image, out, **options):
-    given = {"tile": 16, "range": None, "probabilities": False, "dtype": "float32", **options}
+    given = {
+        "tile": 16,
+        "level": None,
+        "range": None,
+        "probabilities": False,
+        "dtype": "float32",
+        **options,
+    }
     predict.run(types.SimpleNamespace(workdir=workdir, image=str(image), out=str(out), **given))
 
 
@@ -93,7 +100,7 @@ def test_segmentation_of_any_size(tmp_path, capsys):
         np.testing.assert_array_equal(mask[:45, :37][..., 0], want.argmax(-1))
     printed = capsys.readouterr().out
     assert "mask.tif: 45 x 37 pixels; the network saw 46 x 38" in printed
-    assert "tile 9/9" in printed
+    assert "tile by tile" in printed
     assert "megapixels/s" in printed
 
     out = tmp_path / "probabilities.npy"
@@ -219,38 +226,107 @@ def test_the_program(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def list_parts(folder):
-    return [f.name for f in folder.iterdir() if f.name.startswith(".")]
+def test_a_prediction_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
+    """With the same bytes; what is there is not computed again, unless something has changed."""
+    workdir, image, out = tmp_path / "run", tmp_path / "image.npy", tmp_path / "mask.tif"
+    trained(workdir, channels=2, depth=1, padding="SAME", dtype="float32")
+    image_file(image, 60, 60)
+    run(workdir, image, tmp_path / "whole.tif")
+    reads, at_most, read = [], 5, Pixels._read
+
+    def counted(self, place):
+        if len(reads) == at_most:
+            raise KeyboardInterrupt
+        reads.append(place)
+        return read(self, place)
+
+    monkeypatch.setattr(Pixels, "_read", counted)
+    for changed in (False, True):
+        reads, at_most = [], 5
+        with pytest.raises(KeyboardInterrupt):
+            run(workdir, image, out)
+        assert sorted(f.name for f in tmp_path.iterdir() if "mask" in f.name) == ["mask.tif.part"]
+        there = len((tmp_path / "mask.tif.part" / "written.txt").read_text().split("\n")) - 1
+        assert 3 <= there <= 5
+        if changed:
+            os.utime(image)
+        reads, at_most = [], 99
+        run(workdir, image, out)
+        assert len(reads) == (16 if changed else 16 - there)
+        assert out.read_bytes() == (tmp_path / "whole.tif").read_bytes()
+        assert sorted(f.name for f in tmp_path.iterdir() if "mask" in f.name) == ["mask.tif"]
+        out.unlink()
 
 
 @pytest.mark.slow
-def test_a_prediction_that_is_stopped_leaves_nothing(tmp_path):
-    """Ctrl-C, SIGTERM and SIGHUP, to processes that are writing; and a second Ctrl-C."""
+@pytest.mark.parametrize(
+    "name, file", [("SIGINT", "a.npy"), ("SIGTERM", "b.zarr"), ("SIGKILL", "c.ome.zarr")]
+)
+def test_a_program_that_is_stopped_goes_on(tmp_path, name, file):
     trained(tmp_path / "run", channels=2, depth=1, padding="SAME", dtype="float32")
-    with create_image(tmp_path / "image.npy", (3000, 3000, 3), np.uint8):
-        pass
-    programs = {}
-    for name, file in (("SIGINT", "a.npy"), ("SIGTERM", "b.zarr"), ("SIGHUP", "c.tif")):
-        folder = tmp_path / name
-        folder.mkdir()
-        command = [sys.executable, "-m", "experiments.predict", f"--workdir={tmp_path / 'run'}"]
-        command += [f"--image={tmp_path / 'image.npy'}", f"--out={folder / file}", "--tile=16"]
-        programs[name] = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    image_file(tmp_path / "image.npy", 700, 700)
+    command = [sys.executable, "-m", "experiments.predict", f"--workdir={tmp_path / 'run'}"]
+    command += [f"--image={tmp_path / 'image.npy'}", "--tile=16"]
+    run(tmp_path / "run", tmp_path / "image.npy", tmp_path / f"whole-{file}")
+
+    def started():
+        given = [*command, f"--out={tmp_path / file}"]
+        return subprocess.Popen(
+            given, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-    for name, program in programs.items():
-        while not list_parts(tmp_path / name):
-            assert program.poll() is None, program.communicate()
-            time.sleep(0.01)
-        program.send_signal(signal.Signals[name])
-        if name == "SIGINT":
-            program.send_signal(signal.SIGINT)
-    for name, program in programs.items():
-        _, errors = program.communicate(timeout=300)
+
+    program = started()
+    while not (tmp_path / f"{file}.part" / "written.txt").exists():
+        assert program.poll() is None, program.communicate()
+        time.sleep(0.01)
+    program.send_signal(signal.Signals[name])
+    _, errors = program.communicate(timeout=300)
+    if name != "SIGKILL":
         assert program.returncode == 128 + signal.Signals[name], errors
-        assert errors.splitlines()[-1] == f"stopped by {name}; nothing was written"
-        assert "Traceback" not in errors
-        assert list((tmp_path / name).iterdir()) == []
+        assert errors.splitlines()[-1].startswith(f"stopped by {name}; the same command goes on")
+    printed, errors = started().communicate(timeout=300)
+    assert "going on: " in printed, errors
+    assert sorted(f.name for f in tmp_path.iterdir() if "part" in f.name) == []
+    whole, found = tmp_path / f"whole-{file}", tmp_path / file
+    parts = [p.relative_to(whole) for p in whole.rglob("*")] if whole.is_dir() else [""]
+    files = (
+        [p for p in parts if (whole / p).is_file() and p.name != ".zattrs"] if parts[0] else [""]
+    )
+    assert all((found / p).read_bytes() == (whole / p).read_bytes() for p in files)
+    assert len(files) >= 1
+
+
+def test_masks_have_pyramids_names_colours_and_a_place_on_earth(tmp_path):
+    """VALID: the mask begins at pixel (8, 8), and so do its coordinates."""
+    workdir = tmp_path / "run"
+    trained(workdir, classes=3, colours=1, channels=2, depth=1)
+    (workdir / "data.json").write_text('{"class_names": ["sea", "land", "ice"]}')
+    geo = [
+        (33550, 12, 3, (10.0, 10.0, 0.0), False),
+        (33922, 12, 6, (0.0, 0.0, 0.0, 5000.0, 9000.0, 0.0), False),
+        (34735, 3, 4, (1, 1, 0, 0), False),
+    ]
+    image = np.random.default_rng(0).integers(0, 256, (720, 620), np.uint8)
+    tifffile.imwrite(tmp_path / "image.tif", image, extratags=geo)
+    run(workdir, tmp_path / "image.tif", tmp_path / "mask.tif", tile=1024)
+    run(workdir, tmp_path / "image.tif", tmp_path / "mask.ome.zarr", tile=1024)
+    with tifffile.TiffFile(tmp_path / "mask.tif") as file:
+        mask = file.series[0].levels[0].asarray()
+        assert [level.shape for level in file.series[0].levels] == [(704, 604), (352, 302)]
+        np.testing.assert_array_equal(file.series[0].levels[1].asarray(), mask[::2, ::2])
+        page = file.pages[0]
+        classes = json.loads(page.description)["classes"]
+        assert [(c["value"], c["name"]) for c in classes] == [(0, "sea"), (1, "land"), (2, "ice")]
+        assert page.colormap[:, 1].tolist() == [230 * 257, 159 * 257, 0]
+        assert page.tags[33922].value == (-8.0, -8.0, 0.0, 5000.0, 9000.0, 0.0)
+        assert page.tags[33550].value == (10.0, 10.0, 0.0)
+        assert page.tags[34735].value == (1, 1, 0, 0)
+    with open_image(tmp_path / "mask.ome.zarr") as found:
+        np.testing.assert_array_equal(found[:, :][..., 0], mask)
+    attributes = json.loads((tmp_path / "mask.ome.zarr" / ".zattrs").read_text())
+    with open_image(tmp_path / "mask.ome.zarr" / "1") as found:
+        assert found.shape == (1, 352, 302)
+    assert attributes["image-label"]["properties"][2] == {"label-value": 2, "class": "ice"}
 
 
 FULL = """

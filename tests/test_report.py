@@ -78,6 +78,17 @@ def test_the_page_stands_alone(folder):
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_it_concludes(folder):
+    page = (folder / "report.html").read_text()
+    least = "budget:2GB needs 0.22 of plain JAX&#x27;s memory and takes 2.00 times as long."
+    assert f"<li>unet, 8 x 572 x 572, float32: {least}</li>" in page
+    assert "<li>unet, 8 x 764 x 764, float32: plain JAX was not measured, or does not fit; " in page
+    rows = json.loads(page.split("const rows = ")[1].split(";\n")[0])
+    assert rows[1]["time / plain"] == pytest.approx(1.2)
+    assert rows[1]["memory / plain"] == pytest.approx(5 / 9)
+    assert "time / plain" not in rows[2]
+
+
 def test_pareto():
     assert pareto([(3, 1), (1, 3), (2, 2), (2.5, 2.5)]) == [(1, 3), (2, 2), (3, 1)]
 

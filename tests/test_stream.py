@@ -165,6 +165,30 @@ def test_two_tiled_arguments():
     )
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_what_a_sink_has_is_not_computed_again(normed):
+    """With a norm, the pass that it needs is made again."""
+    image = normal(4, 1, 12, 10, 3)
+
+    def fun(params, x):
+        y = conv(x, params["a"])
+        return y - y.mean((1, 2)) if normed else y
+
+    class Kept(Sink):
+        def has(self, place):
+            return bool(self.written[place].all())
+
+    run = jaxtile.stream(fun, in_axes=(None, (1, 2)), tiles=(3, 2))
+    source, sink, ticks = Source(image), Kept((1, 12, 10, 4), image.dtype), []
+    sink.written[:, :4] = 1
+    run(W, source, out=sink, progress=lambda *count: ticks.append(count))
+    want = np.asarray(fun(W, image))
+    assert_close(sink.array[:, 4:], want[:, 4:])
+    assert (sink.array[:, :4] == 0).all()
+    assert source.reads == 4 + 6 * normed
+    assert ticks[-1] == (6 + 6 * normed,) * 2
+
+
 def test_only_windows_are_read_once_per_pass():
     image = normal(0, 1, 64, 64, 3)
     (source,) = assert_streams(group_norms, W, image, tiles=(8, 8))

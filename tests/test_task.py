@@ -10,11 +10,14 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import tasks
 from experiments.program.config import ConfigError, base
 from experiments.program.progress import Now
+from experiments.training import page
 from experiments.training.learner import Learner
 
 
@@ -74,6 +77,23 @@ def test_evaluation_with_the_statistics_of_the_image_itself(own):
 
     evaluated, trained = both(learner.weights(), image)
     assert np.allclose(evaluated, trained, atol=1e-4) == own
+
+
+def test_confusion_by_its_definition(tmp_path):
+    """A row for each true class; what does not count is in none. It is on the page of a run."""
+    rng, task = np.random.default_rng(0), tasks.Segmentation(3)
+    scores, labels = rng.standard_normal((2, 9, 7, 3)), rng.integers(0, 3, (2, 9, 7), np.uint8)
+    labels[0, :3] = 255
+    compared = task.compare(jnp.asarray(scores), jnp.asarray(labels))
+    sums = {k: np.asarray(v).sum((0, 1, 2)) for k, v in compared.items()}
+    found = task.metrics(sums)
+    predicted = scores.argmax(-1)
+    want = [[((labels == i) & (predicted == j)).sum() for j in range(3)] for i in range(3)]
+    assert found["confusion"] == np.array(want).tolist()
+    page.write(tmp_path, [], found, ["sea", "land", "<ice>"], [])
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<th>&lt;ice&gt;</th>") == 3
+    assert f'title="{want[2][0]}">{want[2][0] / sum(want[2]):.1%}<' in text
 
 
 def test_more_positions_than_can_be_counted(learner):

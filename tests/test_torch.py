@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import models
+from models._torch_file import read_torch_file
 
 from .support import assert_close, normal
 
@@ -192,3 +193,17 @@ def test_ties_of_max_pool():
     t = torch.tensor(x, requires_grad=True)
     (F.max_pool2d(t.permute(0, 3, 1, 2), 3, 2) ** 2).sum().backward()
     assert_close(ours, jnp.asarray(t.grad.numpy()))
+
+
+def test_what_torch_saves_is_read(tmp_path):
+    """Without its code: a whole module is refused."""
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).half()
+    torch.save({"model": module.state_dict(), "epoch": 3}, tmp_path / "a.pth")
+    found = read_torch_file(tmp_path / "a.pth")
+    want = module.state_dict()
+    assert list(found) == list(want)
+    for name, value in want.items():
+        np.testing.assert_array_equal(found[name], value.numpy())
+    torch.save(module, tmp_path / "b.pth")
+    with pytest.raises(ValueError, match="only weights are read"):
+        read_torch_file(tmp_path / "b.pth")

@@ -572,7 +572,7 @@ def test_waiting_for_data_is_said(tmp_path, uninterrupted):
     more += ["log.every=1", "eval.every=0", "eval.size=32", "data.eval_fraction=0.5"]
     code, text = run(tmp_path / "run", *(f"--config.{m}" for m in more))
     assert code == 0, text
-    told = [int(n) for n in re.findall(r"step \d/6 .*?(\d+)% waiting for data", text)]
+    told = [int(n) for n in re.findall(r"step \d/6 .*?(\d+)% waiting", text)]
     assert len(told) == 5  # the first step does not count
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     share = summary["speed"]["share_waiting_for_data"]

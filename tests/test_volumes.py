@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tifffile
+from flax import nnx
 
 import jaxtile
+import models
 from experiments import data, predict, train
 from experiments.data._scan import windows
 from experiments.images import ImageError, create_image, open_image
@@ -17,7 +19,7 @@ from experiments.program.config import base
 from experiments.training.learner import Learner
 from experiments.training.trained import load_trained
 
-from .support import assert_close
+from .support import assert_close, normal
 
 
 def config_for(dimensions=3, **options):
@@ -46,6 +48,22 @@ def test_a_step_is_exact_in_tiles(dimensions):
     axes = learner.in_axes(2)
     tiled = jaxtile.checkpoint(learner.loss, in_axes=axes, tiles=(2,) * dimensions)
     assert_close(step(tiled), step(learner.loss))
+
+
+@pytest.mark.slow
+def test_a_resnet_of_volumes_is_exact_in_tiles():
+    """With batch statistics; the image is small, and so is the network."""
+    model = models.ResNet50(
+        3, in_channels=1, blocks=(1,), width=2, spatial=3, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+    )
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, image):
+        return nnx.merge(graphdef, params, rest, copy=True).loss(image, jnp.array([1, 2]))
+
+    image = normal(1, 2, 20, 18, 17, 1)
+    tiled = jaxtile.checkpoint(loss, in_axes=(None, (1, 2, 3)), tiles=(2, 1, 2))
+    assert_close(jax.jit(jax.grad(tiled))(params, image), jax.jit(jax.grad(loss))(params, image))
 
 
 def test_drawn_cells_of_three_dimensions():
@@ -116,7 +134,7 @@ def test_train_and_predict_volumes_of_a_folder(folder, tmp_path, capsys):
     assert sum(counted) == 14 * 17 * 15
 
     image = folder / "eval" / "images" / "0.tif"
-    options = {"tile": 8, "range": None, "probabilities": False, "dtype": "float32"}
+    options = {"tile": 8, "range": None, "level": None, "probabilities": False, "dtype": "float32"}
     given = types.SimpleNamespace(
         workdir=tmp_path / "run", image=str(image), out=str(tmp_path / "mask.npy"), **options
     )

@@ -1,5 +1,13 @@
 """Weights in torchvision's layout, from real files."""
 
+import io
+import os
+import pickle
+import sys
+import types
+import zipfile
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +16,9 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import models
+from experiments.program.config import ConfigError, base
+from experiments.training.learner import Learner
+from experiments.training.trained import first_weights
 
 from .support import assert_close, normal
 
@@ -170,9 +181,88 @@ def test_damaged_files(tmp_path, suffix):
 def test_what_cannot_be_loaded(tmp_path):
     path = tmp_path / "weights.pth"
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match="safetensors or"):
+    with pytest.raises(ValueError, match=r"weights\.pth is damaged.*no zip archive"):
         models.load_weights(resnet50(), path)
     with pytest.raises(TypeError, match="UNet"):
         models.load_weights(make("unet", channels=2, depth=1), {})
     with pytest.raises(ValueError, match="fold_batch_norm"):
         models.load_weights(make("resnet50", blocks=(1,), width=2, folded=True), state_dict())
+
+
+def write_pth(path, tensors, monkeypatch, hostile=False):
+    """As `torch.save` does: a pickle that names PyTorch's functions, and a file for each tensor."""
+    utils = types.ModuleType("torch._utils")
+    exec("def _rebuild_tensor_v2(*_): pass", utils.__dict__)
+    utils._rebuild_tensor_v2.__module__ = "torch._utils"
+    torch = types.ModuleType("torch")
+    for name in ("FloatStorage", "LongStorage"):
+        setattr(torch, name, type(name, (), {"__module__": "torch"}))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch._utils", utils)
+    stored = []
+
+    class Tensor:
+        def __init__(self, array):
+            self.array = array
+
+        def __reduce__(self):
+            stored.append(np.array(self.array.T, order="C"))  # saved transposed, with strides
+            kind = torch.LongStorage if self.array.dtype.kind == "i" else torch.FloatStorage
+            strides = [n // self.array.itemsize for n in stored[-1].T.strides]
+            storage = Storage(("storage", kind, str(len(stored) - 1), "cpu", self.array.size))
+            shape = (storage, 0, self.array.shape, tuple(strides), False, OrderedDict())
+            return utils._rebuild_tensor_v2, shape
+
+    class Storage(tuple):
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value):
+            return tuple(value) if isinstance(value, Storage) else None
+
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(path) + ".hacked",)
+
+    found = OrderedDict((k, Tensor(v)) for k, v in tensors.items())
+    if hostile:
+        found["x"] = Hostile()
+    buffer = io.BytesIO()
+    Pickler(buffer, 2).dump({"epoch": 3, "state_dict": found})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", buffer.getvalue())
+        for i, array in enumerate(stored):
+            archive.writestr(f"archive/data/{i}", array.tobytes())
+    monkeypatch.delitem(sys.modules, "torch")
+
+
+def test_a_pth_file_is_read_without_running_its_code(tmp_path, monkeypatch):
+    write_pth(tmp_path / "a.pth", state_dict(), monkeypatch)
+    found, want = resnet50(), resnet50()
+    models.load_weights(found, tmp_path / "a.pth")
+    models.load_weights(want, state_dict())
+    assert_close(arrays(found), arrays(want))
+    write_pth(tmp_path / "b.pth", state_dict(), monkeypatch, hostile=True)
+    with pytest.raises(ValueError, match=r"it calls \w+\.mkdir, and only weights are read"):
+        models.load_weights(found, tmp_path / "b.pth")
+    assert not (tmp_path / "b.pth.hacked").exists()
+
+
+def test_training_begins_with_a_file(tmp_path):
+    """Of three classes, where there are four: the last layer begins anew."""
+    save_file(state_dict(), tmp_path / "a.safetensors")
+    config = base("resnet50", blocks=(1, 1), width=2)
+    config.data.channels, config.data.classes = 3, 4
+    learner = Learner(config)
+    weights, new = first_weights(learner, str(tmp_path / "a.safetensors"))
+    assert new == "; fc.weight, fc.bias begin anew"
+    want = resnet50()
+    models.load_weights(want, state_dict())
+    np.testing.assert_array_equal(
+        weights.params["conv1"]["conv"]["kernel"][...], want.conv1.conv.kernel
+    )
+    assert weights.params["fc"]["kernel"].shape == (16, 4)
+    config.model.blocks = (1, 1, 1)
+    deeper = Learner(config)
+    with pytest.raises(ConfigError, match="has no tensor"):
+        first_weights(deeper, str(tmp_path / "a.safetensors"))

@@ -7,7 +7,8 @@
 
 A label is a class (an int32), or a mask: a class for each position (uint8), where 255 does not
 count. `_dataset.py` says what a dataset is, `_synthetic.py` and `_textures.py` draw, `_listing.py`
-finds files and their labels, `_folder.py` reads windows of them, `_examine.py` and `_scan.py` look
+finds files and their labels, `_folder.py` reads windows of them, `_regions.py` says where these may
+lie, `_examine.py` and `_scan.py` look
 at whole files, `_scale.py` makes bytes of pixels, `_own.py` takes anybody's data, `_batches.py`
 puts examples in order.
 """
@@ -15,6 +16,7 @@ puts examples in order.
 from __future__ import annotations
 
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,7 @@ from ._examine import statistics as statistics
 from ._folder import Folder as Folder
 from ._listing import listing
 from ._own import Own as Own
+from ._regions import read_regions
 from ._scale import Scale as Scale
 from ._scale import check_channels as check_channels
 from ._scale import read_pixels as read_pixels
@@ -64,11 +67,13 @@ def load(
         path, labels: of a folder, and how it says its labels, see `listing`.
         size: of the window of an image that is an example, random in training and in the centre in
           evaluation: an integer, (H, W), or 0 for whole images.
+        level: of pyramids, which resolution is read; 0 is the finest.
         resize: pixels along a side that whole images get before windows are taken; 0: none.
         channels: of images; grey and colours become each other, of others there must be as many.
         classes: how many there are.
         mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
         ignored: in masks, the values of what does not count.
+        regions: a folder in `path` with regions that training windows lie in, see `_regions.py`.
         nodata: values of pixels that hold no data: there labels do not count.
         files_outside: whether a table of labels may name files outside its folder.
         train_images, eval_images: how many synthetic images.
@@ -84,7 +89,8 @@ def load(
     window = options.size if size is None else size
     dimensions = options.dimensions
     geometry = Geometry(
-        sizes(window, dimensions), options.channels, options.augment, dimensions, options.resize
+        *(sizes(window, dimensions), options.channels, options.augment, dimensions),
+        *(options.resize, options.level),
     )
     return maker(options.kind)(options, split, geometry, seed)
 
@@ -109,7 +115,7 @@ def _own(make: Any, options: Any, split: str, geometry: Geometry, seed: int) -> 
 
 
 def _of_files(options: Any, split: str, geometry: Geometry, seed: int) -> Dataset:
-    return Folder(
+    found = Folder(
         listing(options, split, seed=seed),
         geometry,
         classes=options.classes,
@@ -119,6 +125,11 @@ def _of_files(options: Any, split: str, geometry: Geometry, seed: int) -> Datase
         nodata=options.nodata,
         on_bad_file=options.on_bad_file,
     )
+    if options.regions and split == "train":
+        images = [item.image for item in found.items]
+        folder = pathlib.Path(options.path, options.regions)
+        found.regions = read_regions(folder, images, geometry.dimensions)
+    return found
 
 
 def _drawn(options: Any, split: str, geometry: Geometry, seed: int) -> Dataset:

@@ -50,6 +50,8 @@ class Geometry:
     dimensions: int = 2
     resize: int = 0
     """Pixels along a side that whole images get first; 0: as they are."""
+    level: int = 0
+    """Of a pyramid; 0 is the finest."""
 
     def __post_init__(self) -> None:
         if self.channels < 1:

@@ -88,7 +88,7 @@ def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[floa
         began_with = read_range(folder) if any(folder.glob("checkpoints/[0-9]*")) else None
         given = began_with or limits
         jobs = [
-            Job(item.label, "mask", header.pixels, len(header.size))
+            Job(item.label, "mask", header.pixels, len(header.size), dataset.geometry.level)
             for dataset in (train, evaluation)
             for item, header in zip(dataset.items, dataset.headers, strict=True)
             if dataset.masks and not dataset.targets
@@ -131,7 +131,7 @@ def _to_scale(train: Folder, evaluation: Folder) -> list[Job]:
             other, f"its values are {second}, but those of {path} are {first}: set `data.range`"
         )
     return [
-        Job(item.image, "image", header.pixels, len(header.size))
+        Job(item.image, "image", header.pixels, len(header.size), train.geometry.level)
         for item, header in zip(train.items, train.headers, strict=True)
         if header.dtype != np.uint8
     ]

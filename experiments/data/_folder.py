@@ -21,6 +21,8 @@ from ..images import Image, ImageError, open_image, resized
 from ._dataset import IGNORED, DataError, Dataset, Geometry
 from ._lazy import Lazy
 from ._listing import Item, Listing
+from ._regions import Region
+from ._regions import starts as starts_in
 from ._scale import check_channels, is_nodata, read_pixels
 
 _OPEN_IMAGES = 8
@@ -73,6 +75,8 @@ class Folder(Dataset):
                 f"in masks, {min(both)} cannot be a class (`mask_values` are {self.mask_values}) "
                 f"and be ignored (`ignored` is {self.ignored_values})"
             )
+        self.regions: dict[Path, Region] = {}
+        """In which training windows lie; none: anywhere."""
         self._of_thread = threading.local()  # an open file has a position: one reader each
         size = geometry.size or (1,) * geometry.dimensions  # until the images have been looked at
         label_shape = size if self.masks else ()
@@ -123,7 +127,7 @@ class Folder(Dataset):
         return self._example(self.items[index], rng, self._open)
 
     def _example(
-        self, item: Item, rng: np.random.Generator | None, opened: Callable[[Path], Image]
+        self, item: Item, rng: np.random.Generator | None, opened: Callable[..., Image]
     ) -> tuple[Lazy, Any]:
         """The window of an example, and its label; both are read when they are asked for."""
         image = opened(item.image)
@@ -131,7 +135,12 @@ class Folder(Dataset):
         spare = [n - m for n, m in zip(image.shape[:-1], size, strict=True)]
         if min(spare) < 0:
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
-        starts = [n // 2 for n in spare] if rng is None else [rng.integers(n + 1) for n in spare]
+        if rng is None:
+            starts = [n // 2 for n in spare]
+        elif self.regions:
+            starts = starts_in(self.regions[item.image], rng, image.shape[:-1], size)
+        else:
+            starts = [rng.integers(n + 1) for n in spare]
 
         def pixels(place: tuple[slice, ...]) -> np.ndarray:
             where = _moved(place, starts)
@@ -140,7 +149,7 @@ class Folder(Dataset):
         values = Lazy(self.shape, self.dtype, pixels, image.close)
         if not self.masks:
             return values, self._of_image(item)
-        mask = opened(item.label)
+        mask = opened(item.label, mask=True)
         inside = [a + b for a, b in zip(starts, self.border, strict=True)]
 
         def labels(place: tuple[slice, ...]) -> np.ndarray:
@@ -175,7 +184,7 @@ class Folder(Dataset):
             if not self.masks:
                 yield image, self._of_image(item)
                 return
-            mask = stack.enter_context(self._open(item.label))
+            mask = stack.enter_context(self._open(item.label, mask=True))
             if mask.shape[:-1] != image.shape[:-1]:
                 raise DataError(item.label, f"was changed, and is no longer of {item.image}'s size")
             yield image, _Mask(self, image, mask)
@@ -235,16 +244,16 @@ class Folder(Dataset):
         self._check_some(kept)
         self.items, self.headers = map(list, zip(*kept, strict=True))
 
-    def _open(self, path: Path) -> Image:
-        image = open_image(path, self.geometry.dimensions)
+    def _open(self, path: Path, mask: bool = False) -> Image:
+        image = open_image(path, self.geometry.dimensions, self.geometry.level, mask=mask)
         return resized(image, self.geometry.resize) if self.geometry.resize else image
 
-    def _image(self, path: Path) -> Image:
+    def _image(self, path: Path, mask: bool = False) -> Image:
         """Opened, or still open. Formats without windows are not kept: they hold all pixels."""
         if not hasattr(self._of_thread, "images"):
             self._of_thread.images = collections.OrderedDict()
         images: collections.OrderedDict[Path, Image] = self._of_thread.images
-        image = images.pop(path, None) or self._open(path)
+        image = images.pop(path, None) or self._open(path, mask)
         if not image.whole:
             images[path] = image
             while len(images) > _OPEN_IMAGES:
@@ -282,7 +291,7 @@ class Folder(Dataset):
         return Header(shape[:-1], dtype)
 
     def _check_mask(self, image: Path, shape: tuple[int, ...], path: Path) -> None:
-        with self._open(path) as mask:
+        with self._open(path, mask=True) as mask:
             channels = self.classes if self.targets else 1
             if self.targets and mask.shape[-1] != channels:
                 raise DataError(

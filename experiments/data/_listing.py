@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..images import SUFFIXES, is_image_name
+from ..images import SUFFIXES, is_image_name, suffix_of
 from ._dataset import DataError
 
 
@@ -53,10 +53,11 @@ def listing(options: Any, split: str, *, seed: int) -> Listing:
     are none, the last `eval_fraction` of the files, shuffled by `seed`, is for evaluation.
     """
     path, labels, classes = Path(options.path), options.labels, options.classes
+    volumes = options.dimensions == 3
     listings = {
-        "masks": _with_masks,
-        "targets": functools.partial(_with_masks, kind="target"),
-        "folders": _in_class_folders,
+        "masks": functools.partial(_with_masks, volumes=volumes),
+        "targets": functools.partial(_with_masks, kind="target", volumes=volumes),
+        "folders": functools.partial(_in_class_folders, volumes=volumes),
         "csv": functools.partial(_in_table, files_outside=options.files_outside),
         "tags": functools.partial(_with_tags, files_outside=options.files_outside),
     }
@@ -110,13 +111,13 @@ Found = list[tuple[list[Item], int]]
 """For each folder, its items, and how many files were ignored."""
 
 
-def _with_masks(folders: list[Path], classes: int, kind: str = "mask") -> Found:
+def _with_masks(folders: list[Path], classes: int, kind: str = "mask", *, volumes: bool) -> Found:
     if kind == "mask" and not 2 <= classes <= 255:
         raise ValueError(f"`classes` (={classes}) of masks must be 2 to 255")
     found = []
     for folder in folders:
-        images, ignored = _by_stem(folder / "images")
-        masks, ignored_masks = _by_stem(folder / f"{kind}s")
+        images, ignored = _by_stem(folder / "images", volumes)
+        masks, ignored_masks = _by_stem(folder / f"{kind}s", volumes)
         for there, absent, lacking in ((images, masks, kind), (masks, images, "image")):
             alone = sorted(str(there[stem]) for stem in there.keys() - absent.keys())
             if alone:
@@ -129,13 +130,14 @@ def _with_masks(folders: list[Path], classes: int, kind: str = "mask") -> Found:
     return found
 
 
-def _by_stem(folder: Path) -> tuple[dict[str, Path], int]:
+def _by_stem(folder: Path, volumes: bool) -> tuple[dict[str, Path], int]:
     if not folder.is_dir():
         raise DataError(folder, f"there is no such folder; it goes with {_other(folder)}")
-    files, ignored = _images(folder)
+    files, ignored = _images(folder, volumes)
     stems: dict[str, Path] = {}
     for file in files:
-        stem = file.stem.removesuffix(".ome")
+        stem = file.name if file.is_dir() else file.name[: -len(suffix_of(file))]
+        stem = stem.removesuffix(".zarr").removesuffix(".ome")
         if stem in stems:
             raise DataError(folder, f"{stems[stem].name} and {file.name} have one name")
         stems[stem] = file
@@ -162,7 +164,7 @@ def _with_tags(folders: list[Path], classes: int, *, files_outside: bool) -> Fou
     ]
 
 
-def _in_class_folders(folders: list[Path], classes: int) -> Found:
+def _in_class_folders(folders: list[Path], classes: int, *, volumes: bool) -> Found:
     inside = [
         {entry.name: entry for entry in sorted(folder.iterdir()) if _is_class(entry)}
         for folder in folders
@@ -177,7 +179,7 @@ def _in_class_folders(folders: list[Path], classes: int) -> Found:
     for entries in inside:
         items, ignored = [], 0
         for name, entry in entries.items():
-            files, others = _images(entry)
+            files, others = _images(entry, volumes)
             items += [Item(file, names.index(name)) for file in files]
             ignored += others
         found.append((items, ignored))
@@ -293,9 +295,10 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _images(folder: Path) -> tuple[list[Path], int]:
+def _images(folder: Path, volumes: bool) -> tuple[list[Path], int]:
+    """Files with a known suffix; of volumes also folders, with a file for each plane."""
     entries = sorted(folder.iterdir())
-    files = [entry for entry in entries if is_image_name(entry)]
+    files = [e for e in entries if is_image_name(e) or (volumes and _is_class(e))]
     return files, len(entries) - len(files)
 
 

@@ -39,6 +39,12 @@ class Job:
     """`"mask"`: how many pixels have each value. `"image"`: the smallest and the largest value."""
     pixels: int
     dimensions: int = 2
+    level: int = 0
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Under which what was found is written down."""
+        return f"{self.kind}{self.level or ''}", str(self.path.absolute())
 
 
 Found = dict[int, int] | tuple[float, float] | ImageError
@@ -50,7 +56,7 @@ def scan(jobs: Sequence[Job], kept: Path | None, threads: int) -> dict[Path, Fou
     found: dict[Path, Found] = {}
     new = []
     for job in jobs:
-        state, held = known.get((job.kind, str(job.path.absolute())), (None, None))
+        state, held = known.get(job.key, (None, None))
         if state is not None and state == _state(job.path):
             found[job.path] = held
         else:
@@ -73,7 +79,7 @@ def scan(jobs: Sequence[Job], kept: Path | None, threads: int) -> dict[Path, Fou
 def _look(job: Job, progress: _Progress) -> tuple[list[int], Found]:
     try:
         state = _state(job.path)  # before it is read: a file that is changed meanwhile is read anew
-        with open_image(job.path, job.dimensions) as image:
+        with open_image(job.path, job.dimensions, job.level, mask=job.kind == "mask") as image:
             look = {"mask": count_values, "image": value_range}[job.kind]
             return state, look(image, progress)
     except ImageError as error:
@@ -213,14 +219,15 @@ def _opened(kept: Path | None, stack: contextlib.ExitStack) -> Any:
 
 def _keep(file: Any, job: Job, state: list[int], found: Found) -> None:
     pairs = list(found.items()) if isinstance(found, dict) else list(found)
-    line = {"file": str(job.path.absolute()), "kind": job.kind, "state": state, "found": pairs}
+    kind, name = job.key
+    line = {"file": name, "kind": kind, "state": state, "found": pairs}
     with contextlib.suppress(OSError):  # what cannot be kept is looked at again
         file.write(f"\n{json.dumps(line)}\n")  # a line that a killed process left may have no end
         file.flush()
 
 
 def _from_json(kind: str, found: Any) -> Found:
-    if kind == "mask":
+    if kind.startswith("mask"):
         return {int(value): int(count) for value, count in found}
     low, high = found
     return low, high

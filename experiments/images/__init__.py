@@ -11,8 +11,8 @@
 (40, 30, 3) uint8 [0 0 7 7]
 >>> folder.cleanup()
 
-`_base.py` says what an image is, `_open.py`, `_tiff.py`, `_ome.py` and `_raw.py` read, `_resize.py`
-resizes, `_create.py` writes.
+`_base.py` says what an image is; `_open.py`, `_tiff.py`, `_geo.py`, `_ome.py`, `_raw.py`,
+`_slide.py` and `_volumes.py` read, `_resize.py` resizes, `_create.py` and `_pyramid.py` write.
 What is wrong with a file is an `ImageError`, which names it.
 """
 
@@ -20,7 +20,10 @@ from ._base import Image as Image
 from ._base import ImageError as ImageError
 from ._create import WritableImage as WritableImage
 from ._create import create_image as create_image
+from ._geo import shifted as shifted
 from ._open import SUFFIXES as SUFFIXES
 from ._open import is_image_name as is_image_name
 from ._open import open_image as open_image
+from ._open import suffix_of as suffix_of
+from ._pyramid import Meaning as Meaning
 from ._resize import resized as resized

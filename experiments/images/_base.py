@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ class ImageError(ValueError):
     """What is wrong with a file, which the message names."""
 
     def __init__(self, path: str | Path, reason: str):
-        super().__init__(f"{path}: {reason}")
+        name = re.sub(r"^(https?|s3|gs):/(?=[^/])", r"\1://", str(path))  # a path has one slash
+        super().__init__(f"{name}: {reason}")
         self.path = Path(path)
         self.reason = reason
 
@@ -37,6 +39,7 @@ class Image:
       dtype: of the windows, in native byte order.
       whole: whether the format has no windows, so that the first read decodes everything.
       block: (h, w) of what is decoded at once: windows that follow blocks decode nothing twice.
+      tags: of a TIFF, those that say where on Earth it lies.
     """
 
     whole = False
@@ -51,8 +54,9 @@ class Image:
         close: Callable[[], None] = lambda: None,
         block: Sequence[int] = (1, 1),
         dimensions: int = 2,
+        tags: Sequence[Any] = (),
     ):
-        self.path = path
+        self.path, self.tags = path, tuple(tags)
         self.shape = image_shape(path, shape, dimensions)
         self.dtype = image_dtype(path, dtype)
         self.block = tuple(min(n, m) for n, m in zip(block, self.shape, strict=False))
@@ -153,15 +157,16 @@ def _described(window: Window) -> str:
     return ", ".join(f"{n} {p.start} to {p.stop}" for n, p in zip(names, window, strict=True))
 
 
-def require(module: str, path: Path) -> types.ModuleType:
+def require(module: str, path: Path | str, extra: str = "train") -> types.ModuleType:
     """An optional package; not an `ImageError`, since the file is not to blame."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = {"PIL": "pillow"}.get(module.partition(".")[0], module)
+        names = {"PIL": "pillow", "openslide": "openslide-python openslide-bin"}
+        package = names.get(module.partition(".")[0], module)
         raise ImportError(
             f"{path}: this format needs the package {package}: pip install {package}, or "
-            "pip install 'jaxtile[train]'"
+            f"pip install 'jaxtile[{extra}]'"
         ) from error
 
 

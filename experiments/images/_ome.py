@@ -1,39 +1,105 @@
-"""OME-Zarr: a group with an image at several resolutions, of which the finest is read.
+"""Zarr stores: here or at an address; and OME-Zarr, groups of an image at several resolutions.
 
-Its metadata say where that array is and what its axes are, as `tczyx`. Time must have one point;
-without `dimensions=3` so must depth. Channels become last.
+The metadata of a group say where the arrays are and what their axes are, as `tczyx`. Time must have
+one point; without `dimensions=3` so must depth. Channels become last.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-from ._base import ImageError, describe
+from ._base import ImageError, describe, require
 
 _OLDEST = "tczyx"  # the axes where the metadata do not say
+_RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
+_CONTEXT = {f"{kind}_request_retries": _RETRIES for kind in ("http", "gcs", "s3")}
+SCHEMES = ("http://", "https://", "s3://", "gs://")
 
 
-def multiscale(path: Path) -> tuple[Path, list[str]] | None:
-    """The finest array of a group, and the names of its axes; None if it is no such group."""
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """A folder, or what lies at an address; `path` is named in messages."""
+
+    path: Path
+    address: str = ""
+
+    def inside(self, name: str) -> Store:
+        path = self.path / name
+        return Store(path, f"{self.address.rstrip('/')}/{name}" if self.address else "")
+
+    def text(self, name: str) -> str | None:
+        """What a file of metadata says; None if it is not there."""
+        if not self.address:
+            file = self.path / name
+            return file.read_text() if file.is_file() else None
+        tensorstore = require("tensorstore", self.path)
+        context = tensorstore.Context(_CONTEXT)
+        try:
+            files = tensorstore.KvStore.open(f"{self.address.rstrip('/')}/", context=context)
+            found = files.result().read(name).result()
+        except Exception as error:
+            raise ImageError(self.path, f"cannot be reached ({describe(error)})") from error
+        return None if found.state == "missing" else found.value.decode()
+
+    def open(self, driver: str) -> Any:
+        """The array in it."""
+        tensorstore = require("tensorstore", self.path)
+        place: Any = {"driver": "file", "path": str(self.path.resolve())}
+        spec = {"driver": driver, "kvstore": f"{self.address}/" if self.address else place}
+        context = tensorstore.Context(_CONTEXT)
+        return tensorstore.open(spec, read=True, context=context).result()
+
+
+def address_of(path: str | Path) -> str:
+    """Where a store is that is not here: a name as `https://...`, or what a `.url` file says."""
+    if str(path).startswith(SCHEMES):
+        return str(path).rstrip("/")
+    if Path(path).suffix.lower() != ".url" or not Path(path).is_file():
+        return ""
+    address = Path(path).read_text().strip().rstrip("/")
+    if not address.startswith(SCHEMES):
+        raise ImageError(path, f"must hold an address, as https://..., not {address[:80]!r}")
+    return address
+
+
+def multiscale(store: Store, level: int, mask: bool) -> tuple[Store, list[str]] | None:
+    """An array of a group, and the names of its axes; None if it is no such group.
+
+    Level 0 is the finest. A mask of one resolution has no other.
+    """
     for file, inside in ((".zattrs", ()), ("zarr.json", ("attributes", "ome"))):
-        if not (path / file).is_file():
+        text = store.text(file)
+        if text is None:
             continue
         try:
-            found = json.loads((path / file).read_text())
+            found = json.loads(text)
             for name in inside:
                 found = found.get(name, {})
             if "multiscales" not in found:
                 continue
             first = found["multiscales"][0]
             axes = [a if isinstance(a, str) else a["name"] for a in first.get("axes", _OLDEST)]
-            return path / first["datasets"][0]["path"], axes
+            arrays = [each["path"] for each in first["datasets"]]
+            return store.inside(arrays[level_of(store.path, level, len(arrays), mask)]), axes
+        except ImageError:
+            raise
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise ImageError(
-                path, f"is not a zarr array, or its metadata are damaged ({describe(error)})"
+                store.path, f"is not a zarr array, or its metadata are damaged ({describe(error)})"
             ) from error
     return None
+
+
+def level_of(path: Path, level: int, there: int, mask: bool) -> int:
+    """The number of the resolution to read."""
+    if mask and there == 1:
+        return 0
+    if level >= there:
+        raise ImageError(path, f"has {there} resolutions, and no level {level}: the finest is 0")
+    return level
 
 
 def arranged(path: Path, array: Any, axes: list[str], dimensions: int) -> Any:

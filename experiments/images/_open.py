@@ -12,9 +12,11 @@ from typing import BinaryIO
 import numpy as np
 
 from ._base import Image, ImageError, WholeImage, Window, describe, image_shape, require
-from ._ome import arranged, multiscale
+from ._ome import Store, address_of, arranged, multiscale
 from ._raw import RawArray
+from ._slide import open_slide
 from ._tiff import open_tiff
+from ._volumes import open_dicom, open_nifti, open_planes
 
 LARGEST_WHOLE = 2**28
 """Pixels of a PNG or JPEG, which is decoded whole."""
@@ -31,43 +33,75 @@ _PILLOW_READERS = {
 }
 
 
-def open_image(path: str | Path, dimensions: int = 2) -> Image:
+def open_image(
+    path: str | Path, dimensions: int = 2, level: int = 0, *, mask: bool = False
+) -> Image:
     """Opens an image to read windows of it: `open_image(path)[y0:y1, x0:x1]`, (h, w, C).
 
-    With `dimensions=3` it is a volume: a `.tif` of as many pages as it has planes, `.npy` or
-    `.zarr`; with 1 a trace.
+    With `dimensions=3` it is a volume, and with 1 a trace. `level` is the resolution of a pyramid,
+    0 the finest; a file that has but one is refused for another level, unless it is a `mask`,
+    which may be as large as the level of its image.
 
     The values are those in the file. Palette images give their indices and 1-bit images 0 and 1,
     since that is what masks are made of; rotations in JPEG metadata are not applied.
 
-    * `.tif`, `.tiff`: tiled and striped, BigTIFF, full resolution of a pyramid; a window decodes
-      only the tiles or strips that it touches. Pages of one channel each become channels.
+    * `.tif`, `.tiff`, and the slides `.svs`, `.ndpi`, `.scn`, `.bif`, `.qptiff`: tiled and striped,
+      BigTIFF, pyramids; a window decodes only the tiles or strips that it touches. Pages of one
+      channel each become channels; of a volume, planes.
+    * `.mrxs`, `.vms`, `.vmu`: slides, by OpenSlide.
     * `.npy`: (H, W) or (H, W, C); a window reads its bytes.
     * `.zarr`, or any directory with a zarr array in it, version 2 or 3: (H, W) or (H, W, C); or
-      an OME-Zarr group, of which the finest resolution is read.
+      an OME-Zarr group. It may be at an address (`https://`, `s3://`, `gs://`), which can also be
+      the text of a file `.url`.
+    * `.nii`, `.nii.gz`, `.dcm`: volumes and images; or a folder with a file for each plane.
     * `.png`, `.jpg`, `.jpeg`: these formats have no windows. The first read decodes the whole
       image and keeps it until the image is closed; beyond 2^28 pixels they are refused.
     """
-    path = Path(path)
+    address, path = address_of(path), Path(path)
+    if address:
+        return _open_zarr(Store(path, address), dimensions, level, mask)
     if not path.exists():
         raise ImageError(path, "there is no such file")
+    suffix = suffix_of(path)
+    if path.is_dir() and not _is_zarr(path) and any(map(is_image_name, path.iterdir())):
+        return open_planes(path, dimensions, open_image)
+    with_levels = path.is_dir() or suffix in _SLIDES or suffix in _TIFFS
+    if level and not with_levels and not mask:
+        raise ImageError(path, f"has one resolution, and no level {level}")
     if path.is_dir():
-        return _open_zarr(path, dimensions)
-    suffix = path.suffix.lower()
-    if suffix not in _OPENERS:
+        return _open_zarr(Store(path), dimensions, level, mask)
+    if suffix not in SUFFIXES:
         raise ImageError(
             path, f"the suffix {suffix!r} is not one of {', '.join(SUFFIXES)}: save it as one"
         )
     if path.stat().st_size == 0:
         raise ImageError(path, "is empty (0 bytes)")
-    if dimensions != 2 and suffix in _PILLOW_READERS:
+    if dimensions != 2 and (suffix in _PILLOW_READERS or suffix in _SLIDES):
         raise ImageError(path, "is an image, where a file of another number of axes is wanted")
+    if suffix in _TIFFS:
+        return open_tiff(path, dimensions, level, mask)
+    if suffix in _SLIDES:
+        return open_slide(path, level)
     return _OPENERS[suffix](path, dimensions)
 
 
 def is_image_name(path: Path) -> bool:
     """Whether a folder's entry is to be read as an image: not hidden, with a known suffix."""
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    return suffix_of(path) in SUFFIXES and not path.name.startswith(".")
+
+
+def suffix_of(path: Path) -> str:
+    """
+    >>> suffix_of(Path("scan.nii.gz")), suffix_of(Path("A.TIF"))
+    ('.nii.gz', '.tif')
+    """
+    name = path.name.lower()
+    return ".nii.gz" if name.endswith(".nii.gz") else path.suffix.lower()
+
+
+def _is_zarr(path: Path) -> bool:
+    names = (".zarray", ".zgroup", ".zattrs", "zarr.json")
+    return path.suffix.lower() == ".zarr" or any((path / name).exists() for name in names)
 
 
 def _open_npy(path: Path, dimensions: int) -> Image:
@@ -108,27 +142,29 @@ def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     return np.lib.format.read_array_header_2_0(file)
 
 
-def _open_zarr(path: Path, dimensions: int) -> Image:
-    found = multiscale(path)
-    path, axes = found or (path, None)
-    if (path / "zarr.json").exists():
+def _open_zarr(store: Store, dimensions: int, level: int, mask: bool) -> Image:
+    found = multiscale(store, level, mask)
+    if level and found is None and not mask:
+        raise ImageError(store.path, f"has one resolution, and no level {level}")
+    store, axes = found or (store, None)
+    path = store.path
+    if store.text("zarr.json") is not None:
         driver = "zarr3"
-    elif (path / ".zarray").exists():
+    elif store.text(".zarray") is not None:
         driver = "zarr"
     else:
-        inside = sorted(entry.name for entry in path.iterdir() if entry.is_dir())[:4]
+        there = path.iterdir() if path.is_dir() else ()
+        inside = sorted(entry.name for entry in there if entry.is_dir())[:4]
         raise ImageError(
             path,
             "is a directory without a zarr array (no zarr.json or .zarray)"
             + (f"; if it is a group, name the array in it: {', '.join(inside)}" if inside else ""),
         )
-    tensorstore = require("tensorstore", path)
-    store = {"driver": "file", "path": str(path.resolve())}
     try:
-        array = tensorstore.open({"driver": driver, "kvstore": store}, read=True).result()
+        array = store.open(driver)
         dtype = array.dtype.numpy_dtype
         array = array if axes is None else arranged(path, array, axes, dimensions)
-    except ImageError:
+    except (ImageError, ImportError):
         raise
     except Exception as error:
         raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
@@ -226,12 +262,14 @@ def _open_with_pillow(path: Path, dimensions: int) -> Image:
     return WholeImage(path, shape, dtype, read, close=held.clear, block=(1, width))
 
 
+_TIFFS = (".tif", ".tiff", ".svs", ".ndpi", ".scn", ".bif", ".qptiff")
+_SLIDES = (".mrxs", ".vms", ".vmu")
 _OPENERS: dict[str, Callable[[Path, int], Image]] = {
-    ".tif": open_tiff,
-    ".tiff": open_tiff,
     ".npy": _open_npy,
-    ".zarr": _open_zarr,
+    ".nii": open_nifti,
+    ".nii.gz": open_nifti,
+    ".dcm": open_dicom,
     **dict.fromkeys(_PILLOW_READERS, _open_with_pillow),
 }
 
-SUFFIXES = tuple(_OPENERS)
+SUFFIXES = (*_TIFFS, ".zarr", ".url", *_OPENERS, *_SLIDES)

@@ -12,14 +12,19 @@ for the whole image; it has to be decoded whole. Tiled files do not have this tr
 from __future__ import annotations
 
 import collections
+import functools
 import math
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ._base import Image, ImageError, Window, describe, require
+from ._geo import georeference
+from ._ome import level_of
 from ._raw import RawArray
 
 CACHE_BYTES = 32 * 2**20
@@ -31,15 +36,15 @@ _PLAIN_KINDS = ("generic", "uniform", "shaped")
 _JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
 
 
-def open_tiff(path: Path, dimensions: int = 2) -> Image:
-    """The first image of a TIFF at its full resolution; of a volume, a page is a plane."""
+def open_tiff(path: Path, dimensions: int, level: int, mask: bool) -> Image:
+    """The first image of a TIFF, at a level of its pyramid; of a volume, a page is a plane."""
     tifffile = require("tifffile", path)
     try:
         file = tifffile.TiffFile(path)
     except Exception as error:
         raise ImageError(path, f"is not a TIFF, or is corrupt ({describe(error)})") from error
     try:
-        reader = _Reader(path, file, _pages(path, file, dimensions), dimensions)
+        reader = _Reader(path, file, _pages(path, file, dimensions, (level, mask)), dimensions)
         segment = (1, reader.shape[-2]) if reader.raw else reader.segment
         return Image(
             path,
@@ -49,6 +54,7 @@ def open_tiff(path: Path, dimensions: int = 2) -> Image:
             close=reader.close,
             block=(1, *segment) if dimensions == 3 else segment,
             dimensions=dimensions,
+            tags=georeference(reader.page) if level == 0 else (),
         )
     except Exception as error:
         file.close()
@@ -57,16 +63,21 @@ def open_tiff(path: Path, dimensions: int = 2) -> Image:
         raise ImageError(path, f"its header is corrupt ({describe(error)})") from error
 
 
-def _pages(path: Path, file: Any, dimensions: int) -> list[Any]:
-    """The pages that make up the image: one, or one for each channel; or one for each plane."""
+def _pages(path: Path, file: Any, dimensions: int, which: tuple[int, bool]) -> list[Any]:
+    """The pages that make up the image: one, or one for each channel; or one for each plane.
+
+    `which` level, and whether it may be the only one.
+    """
     if not file.series:
         raise ImageError(path, "is a TIFF without an image in it")
     first, *others = file.series
+    reduced = [series for series in others if series.keyframe.is_reduced]
     others = [series for series in others if not series.keyframe.is_reduced]
     if others and first.kind in _PLAIN_KINDS:
         shapes = ", ".join(str(tuple(series.shape)) for series in file.series[:4])
         raise ImageError(path, f"its pages differ ({shapes}); save the one to use in its own file")
-    level = first.levels[0]
+    levels = first.levels if len(first.levels) > 1 else _pyramid(first, reduced)
+    level = levels[level_of(path, which[0], len(levels), which[1])]
     pages = list(level.pages)
     page = level.keyframe
     separate, depth, *_, contiguous = page.shaped
@@ -84,6 +95,16 @@ def _pages(path: Path, file: Any, dimensions: int) -> list[Any]:
             "image in its own file, or set `data.dimensions` to 3 if it is a volume",
         )
     return pages
+
+
+def _pyramid(first: Any, reduced: list[Any]) -> list[Any]:
+    """Pages that follow each other, each half as large or less, with the same aspect."""
+    levels = [first]
+    for series in reduced:
+        (h, w), (smaller_h, smaller_w) = (s.keyframe.shaped[2:4] for s in (levels[-1], series))
+        if smaller_h < h and abs(h * smaller_w - w * smaller_h) <= max(h, w):
+            levels.append(series)
+    return levels
 
 
 class _Reader:
@@ -160,48 +181,70 @@ class _Reader:
     def _fill(self, values: np.ndarray, window: Window, page: int, sample: int) -> None:
         (y0, y1), (x0, x1) = ((p.start, p.stop) for p in window)
         height, width = self.segment
-        for row in range(y0 // height, (y1 - 1) // height + 1):
-            for column in range(x0 // width, (x1 - 1) // width + 1):
-                segment = self._segment(page, (sample * self.rows + row) * self.columns + column)
-                top, left = row * height, column * width
-                bottom, right = top + segment.shape[0], left + segment.shape[1]
-                rows, columns = (max(y0, top), min(y1, bottom)), (max(x0, left), min(x1, right))
-                values[rows[0] - y0 : rows[1] - y0, columns[0] - x0 : columns[1] - x0] = segment[
-                    rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left
-                ]
+        places = [
+            (row, column)
+            for row in range(y0 // height, (y1 - 1) // height + 1)
+            for column in range(x0 // width, (x1 - 1) // width + 1)
+        ]
+
+        def copy(place: tuple[int, int]) -> None:
+            row, column = place
+            segment = self._segment(page, (sample * self.rows + row) * self.columns + column)
+            top, left = row * height, column * width
+            bottom, right = top + segment.shape[0], left + segment.shape[1]
+            rows, columns = (max(y0, top), min(y1, bottom)), (max(x0, left), min(x1, right))
+            values[rows[0] - y0 : rows[1] - y0, columns[0] - x0 : columns[1] - x0] = segment[
+                rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left
+            ]
+
+        if len(places) < 4:
+            for place in places:
+                copy(place)
+        else:
+            list(_decoders().map(copy, places))
 
     def _segment(self, page: int, index: int) -> np.ndarray:
-        """One decoded tile or strip, (h, w, channels), cut at the image's edges."""
+        """One decoded tile or strip, (h, w, channels), cut at the image's edges.
+
+        Several threads decode at the same time; the file is read by one of them at a time.
+        """
+        key = page, index
         with self.lock:
-            key = page, index
-            if key not in self.cache:
-                self.cache[key] = self._decode(page, index)
-            self.cache.move_to_end(key)
-            segment = self.cache[key]
+            if key in self.cache:
+                self.cache.move_to_end(key)
+                return self.cache[key]
+            data = self._data(page, index)
+        segment = self._decode(page, index, data)
+        with self.lock:
+            self.cache[key] = segment
             held = sum(value.nbytes for value in self.cache.values())
             while held > CACHE_BYTES and len(self.cache) > 1:
                 held -= self.cache.popitem(last=False)[1].nbytes
-            return segment
+        return segment
 
-    def _decode(self, page: int, index: int) -> np.ndarray:
+    def _data(self, page: int, index: int) -> bytes | None:
+        """None: a segment without bytes was never written, and all of it has one value."""
         offset = self.pages[page].dataoffsets[index]
         count = self.pages[page].databytecounts[index]
+        if not count:
+            return None
+        self.file.filehandle.seek(offset)
+        data = self.file.filehandle.read(count)
+        if len(data) < count:
+            raise ImageError(
+                self.path,
+                f"is truncated: it was longer when it was opened, and ends before byte "
+                f"{offset + count}",
+            )
+        return data
+
+    def _decode(self, page: int, index: int, data: bytes | None) -> np.ndarray:
         arguments = {}
         if self.page.compression in _JPEG_COMPRESSIONS:
             arguments = {
                 "jpegtables": self.pages[page].jpegtables,
                 "jpegheader": self.page.jpegheader,
             }
-        data = None  # a segment without bytes was never written: all of it has one value
-        if count:
-            self.file.filehandle.seek(offset)
-            data = self.file.filehandle.read(count)
-            if len(data) < count:
-                raise ImageError(
-                    self.path,
-                    f"is truncated: it was longer when it was opened, and ends before byte "
-                    f"{offset + count}",
-                )
         try:
             segment, _, (_, *shape) = self.page.decode(data, index, **arguments)
         except Exception as error:
@@ -210,6 +253,12 @@ class _Reader:
         if segment is None:
             return np.full(shape, self.page.nodata, self.dtype)
         return segment[0]
+
+
+@functools.cache
+def _decoders() -> ThreadPoolExecutor:
+    """For all images; libraries that decode let other threads run."""
+    return ThreadPoolExecutor(os.cpu_count(), "decode")
 
 
 def _undecodable(kind: str, index: int, error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import pathlib
@@ -99,6 +100,7 @@ def machine() -> dict[str, str]:
         "jax": version("jax"),
         "python": platform.python_version(),
         "node": platform.machine(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
 

@@ -49,6 +49,8 @@ class Network:
     """Values of pixels without data."""
     resize: int = 0
     """Pixels along a side that it was trained with; 0: images as they are."""
+    level: int = 0
+    """Of pyramids, which it was trained with."""
 
     def size_error(self, *size: int) -> str | None:
         """Why it does not take an image of this size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,8 +30,15 @@ class Pixels:
         check_channels(image.path, image.shape[-1], channels)
         self.image, self.shape, self.scale = image, (1, *size, channels), scale
         self.dtype, self.nodata = np.dtype(dtype), nodata
+        self.seconds = 0.0
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
+        began = time.perf_counter()
+        values = self._read(place)
+        self.seconds += time.perf_counter() - began
+        return values
+
+    def _read(self, place: tuple[slice, ...]) -> np.ndarray:
         # Beyond the image's last row and column there is that row and column again.
         inside = [
             slice(min(p.start, n - 1), min(p.stop, n))
@@ -51,12 +59,18 @@ class Unbatched:
 
     def __init__(self, image: Any, values: np.ndarray | None = None):
         self.image, self.values, self.axes = image, values, len(image.shape) - 1
+        self.seconds = 0.0
+
+    def has(self, place: tuple[slice, ...]) -> bool:
+        return self.image.has(place[1 : 1 + self.axes])
 
     def __setitem__(self, place: tuple[slice, ...], tile: np.ndarray) -> None:
+        began = time.perf_counter()
         with writing(self.image.path):
             self.image[place[1 : 1 + self.axes]] = (
                 tile[0] if self.values is None else self.values[tile[0]]
             )
+        self.seconds += time.perf_counter() - began
 
 
 def table(values: Sequence[int]) -> np.ndarray:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 import jaxtile
 
-from ..images import Image, create_image
+from ..images import Image, Meaning, create_image, shifted
 from ..program.ending import undone
+from ..tasks import Segmentation, class_colours
 from .network import Map, Network, PredictionError
 from .pixels import Pixels, Unbatched, table, writing
 
-Progress = Callable[[int, int], Any]
+
+class Progress(Protocol):
+    """Who wants to know how far it is."""
+
+    def go_on(self, there: int) -> None:
+        """So many tiles are there already."""
+
+    def __call__(self, done: int, total: int) -> None: ...
+
+    def finish(self) -> None:
+        """All tiles are computed, and the file is finished."""
+
+
+_BUSY = 0.9  # of the time: what is busy for longer is what the others wait for
 
 
 def segment(
@@ -27,9 +43,12 @@ def segment(
     *,
     tile: int,
     probabilities: str | None = None,
-    progress: Progress | None = None,
-) -> Map:
-    """Write the class of each pixel, or the probabilities of all classes in the given type."""
+    progress: Progress,
+) -> tuple[Map, str]:
+    """Write the class of each pixel, or the probabilities of all classes in the given type.
+
+    Returns where the result lies in the image, and what was the limit.
+    """
     area = Map.of(network, image.shape)
     task, space = network.learned.task, tuple(range(1, 1 + len(area.size)))
 
@@ -45,13 +64,56 @@ def segment(
     made = jax.eval_shape(result, network.weights, shapes)
     tiles = tuple(math.ceil(n / tile) for n in area.size)
     run = jaxtile.stream(result, in_axes=(None, space), tiles=tiles)
+    values = None if probabilities or not network.values else table(network.values)
     with writing(out):
-        values = None if probabilities or not network.values else table(network.values)
-        dtype = made.dtype if values is None else values.dtype
-        created = create_image(out, made.shape[1:], dtype, dimensions=len(area.size))
-    with created as written, undone(written.abandon):
-        run(network.weights, source, out=Unbatched(written, values), progress=progress)
-    return area
+        written = create_image(
+            out,
+            made.shape[1:],
+            made.dtype if values is None else values.dtype,
+            dimensions=len(area.size),
+            meaning=_meaning(network, image, area, probabilities),
+            job=_job(network, image, tiles, probabilities),
+        )
+    sink, began = Unbatched(written, values), time.perf_counter()
+    with written, undone(written.stop):
+        progress.go_on(written.there)
+        run(network.weights, source, out=sink, progress=progress)
+        seconds = time.perf_counter() - began
+        progress.finish()
+    return area, _limit(source.seconds / seconds, sink.seconds / seconds)
+
+
+def _limit(reading: float, writing: float) -> str:
+    """What the others waited for: reading, computing and writing go on at the same time."""
+    shares = f"reading took {reading:.0%} of the time, writing {writing:.0%}"
+    if max(reading, writing) < _BUSY:
+        return f"the limit was the device: {shares}"
+    return f"the limit was {'reading' if reading > writing else 'writing'}: {shares}"
+
+
+def _meaning(network: Network, image: Image, area: Map, probabilities: str | None) -> Meaning:
+    """What the file says: the names and colours of classes, and where on Earth its pixels lie."""
+    tags = shifted(image.tags, area.offset)
+    task = network.learned.task
+    if probabilities or not isinstance(task, Segmentation):
+        return Meaning(tags=tags)
+    values = network.values or range(task.classes)
+    names = network.classes or [str(i) for i in range(task.classes)]
+    return Meaning(list(zip(values, names, class_colours(task.classes), strict=True)), tags)
+
+
+def _job(network: Network, image: Image, tiles: Sequence[int], probabilities: str | None) -> str:
+    """All that the result depends on: what another program may go on with."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(network.weights):
+        found.update(np.asarray(leaf).tobytes())
+    file: Any = str(image.path)
+    if image.path.exists():  # and is not at an address
+        about = image.path.stat()
+        file = str(image.path.resolve()), about.st_size, about.st_mtime_ns
+    device = jax.__version__, jaxtile.__version__, jax.devices()[0].device_kind
+    given = network.values, network.nodata, network.resize, str(network.scale)
+    return repr((found.hexdigest(), file, image.shape, tuple(tiles), probabilities, given, device))
 
 
 def classify(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
 
-from .config import ConfigError, fields, load
+from .config import ConfigError, config_file, fields, load
 from .ending import Signals, sentences
 
 
@@ -39,9 +38,10 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
     Signals(stopped)
 
     def parse(argv: Sequence[str]) -> Sequence[str]:
+        argv = _with_config(argv)
         _check_overrides(argv)
         try:
-            return flags.FLAGS(list(argv))
+            return flags.FLAGS(argv)
         except flags.Error as error:  # absl would add its usage, and FATAL
             raise ConfigError(" ".join(str(error).split())) from error
 
@@ -49,12 +49,22 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
         app.run(main, flags_parser=parse)
 
 
+def _with_config(argv: Sequence[str]) -> list[str]:
+    """The command line with `--config=FILE` in one word; `config_file` says where the file is."""
+    found: list[str] = []
+    for word in argv:
+        if found and found[-1].lstrip("-") == "config":
+            word = f"{found.pop()}={word}"
+        name, equals, path = word.partition("=")
+        is_file = equals and name.startswith("-") and name.lstrip("-") == "config"
+        found.append(f"{name}={config_file(path)}" if is_file else word)
+    return found
+
+
 def _check_overrides(argv: Sequence[str]) -> None:
     """Each `--config.NAME` must be a field of the file that `--config` names."""
     given = [a.lstrip("-").partition("=") for a in argv if a.lstrip("-").startswith("config.")]
-    paths = [a.partition("=")[2] for a in argv if a.lstrip("-").startswith("config=")]
-    follows = [b for a, b in itertools.pairwise(argv) if a.lstrip("-") == "config"]
-    for path in [*paths, *follows]:
+    for path in [a.partition("=")[2] for a in argv if a.lstrip("-").startswith("config=")]:
         known = dict(fields(load(path)))
         for name, _, _ in given:
             name = name.removeprefix("config.")

@@ -24,6 +24,7 @@ SCHEDULES = ("constant", "cosine", "linear")
 KINDS = ("cells", "textures", "folder")
 TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
 PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
+_PROGRAMS = pathlib.Path(__file__).parents[2]
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
 FREE = ("policy", "skip", "mesh", "data.placement", "checkpoint.", "log.", "eval.tile")
 
@@ -39,12 +40,14 @@ _DATA = {
     "labels": "masks",  # masks, targets, folders, csv or tags
     "dimensions": 2,  # of images; 3: volumes
     "size": 256,  # of the window that is read; 0: whole images
+    "level": 0,  # of pyramids: 0 is the finest resolution
     "resize": 0,  # whole images to so many pixels a side first, to classify them; 0: as they are
     "channels": 1,
     "dtype": "uint8",  # of pixels; what files hold becomes 8 bits
     "classes": 2,  # or numbers that the model gives
     "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
     "ignored": (),  # values of masks that do not count, as (255,)
+    "regions": "",  # a folder in `path`: where training windows lie (GeoJSON, CSV or masks)
     "nodata": (),  # values of pixels without data, whose labels do not count, as (0,)
     "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
     "files_outside": False,  # labels.csv may name files outside its folder
@@ -90,7 +93,8 @@ def base(model: str, **options: Any) -> ConfigDict:
             # Of activations; weights and optimiser are float32.
             "dtype": "float32",
             "seed": 0,
-            # The workdir of another run, to begin with its best weights.
+            # To begin with: the workdir of another run, of which the best weights are taken; or
+            # torchvision's weights, as resnet50.safetensors, .npz or .pth.
             "start_from": "",
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: sums in a fixed order; going on gives the same bits
@@ -166,6 +170,7 @@ def check(config: ConfigDict) -> None:
         raise ConfigError("`skip` does not go with a `mesh`, whose devices wait for each other")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
     _require(config, "data.classes", lambda n: n <= 255, "be at most 255")
+    _require(config, "data.level", lambda n: n >= 0, "not be negative; 0: the finest resolution")
     for name in ("data.size", "eval.size"):
         _require(config, name, lambda n: n >= 0, "not be negative; 0: whole images")
     for name in ("data.mask_values", "data.ignored"):
@@ -236,12 +241,21 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     ]
 
 
+def config_file(path: str) -> str:
+    """The file that `--config` names: here, or else among those that come with the programs."""
+    file, colon, rest = path.partition(":")
+    if not pathlib.Path(file).is_file() and (_PROGRAMS / file).is_file():
+        file = str(_PROGRAMS / file)
+    return f"{file}{colon}{rest}"
+
+
 def load(path: str) -> ConfigDict:
     """The config of a file."""
-    file = pathlib.Path(path.partition(":")[0])
+    file = pathlib.Path(config_file(path).partition(":")[0])
     if not file.is_file():
-        here = sorted(str(f) for f in file.parent.glob("*.py") if not f.name.startswith("_"))
-        hint = f"; there are {', '.join(here)}" if here else ""
+        folder = file.parent if file.parent.is_dir() else _PROGRAMS / file.parent
+        names = sorted(f.name for f in folder.glob("*.py") if not f.name.startswith("_"))
+        hint = f"; there are {', '.join(str(file.parent / n) for n in names)}" if names else ""
         raise ConfigError(f"there is no config {str(file)!r}{hint}")
     spec = importlib.util.spec_from_file_location("config_file", file)
     module = importlib.util.module_from_spec(spec)

@@ -14,13 +14,13 @@ from .config import ConfigError
 class Lock:
     """A folder that one process writes to, until `close`, or until that process ends."""
 
-    def __init__(self, path: str | os.PathLike, name: str = "lock"):
+    def __init__(self, path: str | os.PathLike, name: str = "lock", flag: str = "--workdir"):
         self.folder = pathlib.Path(path)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.folder / name, "a+")  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(f"cannot write to the workdir {self.folder}: {error}") from error
+            raise ConfigError(f"{flag}: cannot write to {self.folder}: {error}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -28,7 +28,7 @@ class Lock:
             owner = self._file.read().strip() or "unknown"
             raise ConfigError(
                 f"another run (process {owner}) is writing to {self.folder}: wait for it, stop it, "
-                "or give another --workdir"
+                f"or give another {flag}"
             ) from error
         self._file.truncate(0)
         with naming(self.folder / name):

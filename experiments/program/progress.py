@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.status import Status
 
 _SILENT_SECONDS = 30.0  # between two lines of a bar
+_WIDE = 100  # columns of a terminal; in fewer, the text is what matters
 _QUIET_SECONDS = 8.0  # after which a line says that the same is still going on
 
 
@@ -118,13 +119,14 @@ class Bar:
         self._said = self.began
         self._bar = None
         if self.file.isatty():
+            console = Console(file=self.file)
             self._bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=12),  # in 80 columns, the text is what matters
+                *([BarColumn(bar_width=12)] if console.width >= _WIDE else []),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(),
-                console=Console(file=self.file),
+                console=console,
             )
             self._task = self._bar.add_task(what, total=total, completed=start, text="")
 

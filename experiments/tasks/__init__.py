@@ -14,6 +14,7 @@ from ._base import Task as Task
 from ._classes import Classification as Classification
 from ._classes import MultiLabel as MultiLabel
 from ._classes import Segmentation as Segmentation
+from ._classes import class_colours as class_colours
 from ._numbers import Regression as Regression
 
 _TASKS: dict[str, Callable[..., Task]] = {

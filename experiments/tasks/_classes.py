@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from typing import Any, ClassVar
 
 import jax
@@ -12,7 +13,12 @@ from jaxtile import ops
 
 from ._base import Task, mean, mean_of_counted, ratio, text
 
+_DISTINCT = [  # also for those who see some colours as one (Okabe and Ito)
+    *[(38, 38, 38), (230, 159, 0), (86, 180, 233), (0, 158, 115)],
+    *[(240, 228, 66), (0, 114, 178), (213, 94, 0), (204, 121, 167)],
+]
 IGNORED = 255
+_MOST_CONFUSED = 12  # classes: each pair of them is counted
 
 
 class _OneClass(Task):
@@ -30,12 +36,16 @@ class _OneClass(Task):
         is_true = labels[..., None] == classes
         is_predicted = (scores.argmax(-1)[..., None] == classes) & counted[..., None]
         losses = jax.nn.logsumexp(scores, -1) - jnp.where(is_true, scores, 0).sum(-1)
-        return {
+        found = {
             "loss": jnp.where(counted, losses, 0),
             "correct": is_predicted & is_true,
             "predicted": is_predicted,
             "true": is_true,
         }
+        if self.classes <= _MOST_CONFUSED:
+            pairs = is_true[..., None] & is_predicted[..., None, :]
+            found["pairs"] = pairs.reshape(*labels.shape, -1)
+        return found
 
     def metrics(self, sums: dict[str, np.ndarray]) -> dict[str, Any]:
         """The usual measures. Per class: how often it is there (`counted`), intersection over
@@ -55,7 +65,14 @@ class _OneClass(Task):
             "iou": iou,
             "dice": dice,
             "counted": [int(n) for n in true],
+            **self._confusion(sums),
         }
+
+    def _confusion(self, sums: dict[str, np.ndarray]) -> dict[str, Any]:
+        """For each class, how often it was taken for each class."""
+        if "pairs" not in sums:
+            return {}
+        return {"confusion": sums["pairs"].reshape(self.classes, -1).astype(int).tolist()}
 
     def predict(self, scores: jax.Array) -> jax.Array:
         return scores.argmax(-1).astype(jnp.uint8 if self.classes <= 256 else jnp.uint16)
@@ -84,6 +101,19 @@ class _OneClass(Task):
         return jnp.where(labels == IGNORED, -1, labels.astype(jnp.int32))
 
 
+def class_colours(classes: int) -> list[tuple[int, int, int]]:
+    """Red, green and blue of each class, in pictures and in files; the first is dark.
+
+    >>> class_colours(3)
+    [(38, 38, 38), (230, 159, 0), (86, 180, 233)]
+    """
+    shades = [
+        tuple(round(255 * x) for x in colorsys.hsv_to_rgb(0.381966 * i % 1, 0.6, 0.9))
+        for i in range(classes)
+    ]
+    return [*_DISTINCT, *shades][:classes]
+
+
 class Segmentation(_OneClass):
     """A class for each pixel."""
 
@@ -100,9 +130,10 @@ class Segmentation(_OneClass):
         return f"{line}, mean IoU {found} (per class {per_class}), mean Dice {dice}"
 
     def draw(self, axis: Any, value: Any) -> None:
-        shown = np.where(np.asarray(value) == IGNORED, np.nan, np.asarray(value, float))
-        limits = {"vmin": 0, "vmax": max(1, self.classes - 1)}
-        axis.imshow(shown, cmap="viridis", interpolation="nearest", **limits)
+        value = np.asarray(value)
+        table = np.full((256, 3), 255, np.uint8)  # what does not count is white
+        table[: self.classes] = class_colours(self.classes)
+        axis.imshow(table[value.astype(np.uint8)], interpolation="nearest")
 
 
 class Classification(_OneClass):

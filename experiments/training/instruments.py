@@ -60,11 +60,8 @@ class Clock:
         if not self.steps:
             return "-"
         rates = self.rates()
-        text = (
-            f"{rates['images_per_second']:.3g} images/s  "
-            f"{rates['megapixels_per_second']:.3g} Mpixel/s"
-        )
-        return f"{text}  {rates['share_waiting_for_data']:.0%} waiting for data"
+        text = f"{rates['images_per_second']:.3g} images/s"  # all in 80 columns
+        return f"{text}  {rates['share_waiting_for_data']:.0%} waiting"
 
     def write(self, step: int) -> None:
         if self.steps:

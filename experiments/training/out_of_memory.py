@@ -134,6 +134,4 @@ def memory_limit() -> int:
 def command_with_policy(policy: str) -> str:
     """This program's command line, with another policy."""
     arguments = [a for a in sys.argv[1:] if not a.lstrip("-").startswith("config.policy=")]
-    return shlex.join(
-        ["python", "-m", "experiments.train", *arguments, f"--config.policy={policy}"]
-    )
+    return shlex.join(["python", "-m", "jaxtile", "train", *arguments, f"--config.policy={policy}"])

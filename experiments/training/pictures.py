@@ -19,6 +19,7 @@ from jaxtile import Explanation
 
 from ..tasks import Task
 
+_SMOOTH = 0.9  # of the last value in a smoothed curve
 _MOST_PIXELS = 1024  # along a side of what is drawn
 
 
@@ -27,7 +28,12 @@ def loss_curve(lines: Sequence[dict[str, Any]], quality: str, path: pathlib.Path
     train = [line for line in lines if "split" not in line]
     evals = [line for line in lines if line.get("split") == "eval"]
     figure, left = plt.subplots(figsize=(7, 4), layout="constrained")
-    left.plot([x["step"] for x in train], [x["loss"] for x in train], lw=0.8, label="training loss")
+    losses, smooth = [x["loss"] for x in train], []
+    for loss in losses:
+        smooth.append(loss if not smooth else _SMOOTH * smooth[-1] + (1 - _SMOOTH) * loss)
+    at = [x["step"] for x in train]
+    left.plot(at, losses, color="C0", lw=0.6, alpha=0.4)
+    left.plot(at, smooth, color="C0", lw=1.2, label="training loss, smoothed")
     steps = [x["step"] for x in evals]
     left.plot(steps, [x["loss"] for x in evals], "o-", color="C1", label="evaluation loss")
     left.set(xlabel="step", ylabel="loss", ylim=(0, None))
@@ -40,21 +46,49 @@ def loss_curve(lines: Sequence[dict[str, Any]], quality: str, path: pathlib.Path
 
 
 def predictions(rows: Sequence[tuple[Any, Any, Any]], task: Task, path: pathlib.Path) -> None:
-    """Image, truth and prediction, a row each; the task knows how to draw the latter two."""
+    """Image, truth and prediction, a row each; the task knows how to draw the latter two. Of maps,
+    also where they differ.
+    """
+    titles = ["image", "truth", "prediction", *(["error"] if task.dense else [])]
+    size = (3 * len(titles), 3 * len(rows))
     figure, axes = plt.subplots(
-        len(rows), 3, figsize=(9, 3 * len(rows)), squeeze=False, layout="constrained"
+        len(rows), len(titles), figsize=size, squeeze=False, layout="constrained"
     )
     for row, (image, truth, predicted) in zip(axes, rows, strict=True):
-        for axis, title, value in zip(
-            row, ("image", "truth", "prediction"), (image, truth, predicted), strict=True
-        ):
+        for axis, title in zip(row, titles, strict=True):
             axis.axis("off")
             axis.set_title(title, fontsize=9)
-            if title == "image":
-                _show(axis, value)
-            else:
-                task.draw(axis, _thinned(_plane(value, image.ndim - 1)) if task.dense else value)
+        _show(row[0], image)
+        if image.ndim == 3:
+            _scale_bar(row[0], image)
+        for axis, value in zip(row[1:], (truth, predicted), strict=False):
+            task.draw(axis, _thinned(_plane(value, image.ndim - 1)) if task.dense else value)
+        if task.dense:
+            _show_error(row[3], truth, predicted, image.ndim - 1)
     _save(figure, path)
+
+
+def _show_error(axis: Axes, truth: np.ndarray, predicted: np.ndarray, dimensions: int) -> None:
+    """Of classes, where they differ, in black; of numbers, by how much."""
+    if truth.shape != predicted.shape:
+        return
+    if truth.dtype.kind in "ui":
+        error = (truth != predicted) & (truth != np.iinfo(truth.dtype).max)
+    else:
+        error = np.nan_to_num(np.abs(truth - predicted.astype(np.float32)))
+    shown = _thinned(_plane(error.astype(np.float32), dimensions))
+    shown = shown.mean(-1) if shown.ndim == 3 else shown
+    axis.imshow(shown, cmap="gray_r", vmin=0, interpolation="nearest")
+
+
+def _scale_bar(axis: Axes, image: np.ndarray) -> None:
+    """A round number of pixels, below the image: at most a third of its width."""
+    width = image.shape[-2]
+    power = 10 ** int(np.log10(max(1, width / 3)))
+    length = next(n * power for n in (5, 2, 1) if n * power <= max(1, width / 3))
+    shown = length / width
+    axis.plot([0, shown], [-0.02, -0.02], "k", lw=2, transform=axis.transAxes, clip_on=False)
+    axis.text(0, -0.04, f"{length} pixels", fontsize=7, va="top", transform=axis.transAxes)
 
 
 def tile_grid(image: np.ndarray, explained: Explanation, path: pathlib.Path) -> bool:

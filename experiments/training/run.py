@@ -22,7 +22,7 @@ from .out_of_memory import Budgets, OutOfMemory, Stopped
 from .saved import Saved
 from .setup import Refusal, examined_data, without_order
 from .step import Program, Step, batch_shapes, choose_policy, make_optimiser
-from .trained import load_trained
+from .trained import first_weights
 from .workdir import Workdir
 
 
@@ -61,8 +61,9 @@ class Run:
         now("making weights, or restoring them")
         self.done, self.state, self.record = self.saved.restore(self.step)
         if self.done == 0 and self.config.start_from:
-            self.state = self.step.begun_with(load_trained(self.config.start_from).weights)
-            print(f"beginning with the weights of {self.config.start_from}", flush=True)
+            weights, new = first_weights(self.learner, self.config.start_from)
+            self.state = self.step.begun_with(weights)
+            print(f"beginning with the weights of {self.config.start_from}{new}", flush=True)
 
     def compile(self, now: Now) -> None:
         """Choose the policy, and compile a step and an evaluation."""

@@ -14,6 +14,7 @@ from policies import format_bytes
 
 from ..program.files import write_atomically
 from ..program.progress import Now
+from ..tasks import Segmentation, class_colours
 from . import page, pictures
 from .run import Run
 from .step import Step
@@ -31,7 +32,9 @@ def write(run: Run, now: Now) -> str:
     now("drawing pictures")
     drawn = draw(run)
     lines = rows(run, found)
-    report = page.write(folder, lines, found["quality"], run.train_set.class_names, drawn)
+    task, names = run.learner.task, run.train_set.class_names
+    colours = class_colours(task.classes) if isinstance(task, Segmentation) else ()
+    report = page.write(folder, lines, found["quality"], names, drawn, colours)
     lines.append(("pictures", ", ".join(map(str, [*drawn, report]))))
     text = "\n".join(f"{name:10} {text}" for name, text in lines)
     write_atomically(folder / "summary.txt", text + "\n")

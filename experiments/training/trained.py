@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+import models
+
 from .. import data
 from ..program.config import ConfigError, with_defaults
 from .checkpoints import CheckpointError, Checkpoints, Restored, unflatten
@@ -58,6 +60,19 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
             )
         return Trained(learner, _weights(learner, found), found.step)
     raise ConfigError(f"{folder} has no checkpoint that can be read")
+
+
+def first_weights(learner: Learner, source: str) -> tuple[Weights, str]:
+    """Those of another run, or of a file in torchvision's layout; and what is not in the file."""
+    if pathlib.Path(source).suffix not in models.SUFFIXES:
+        return load_trained(source).weights, ""
+    if learner.network.pretrained is None:
+        raise ConfigError(f"`start_from`: {source} is for models of this repository")
+    try:
+        params, variables, new = learner.network.pretrained(source)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        raise ConfigError(f"`start_from`: {error}") from error
+    return Weights(params, variables), f"; {', '.join(new)} begin anew" if new else ""
 
 
 def _weights(learner: Learner, found: Restored) -> Weights:

@@ -154,6 +154,11 @@ class Pass:
         states: list[Any] = [r.start() if r else None for r in self.reductions]
         shares: list[Share] = []
         remembered: list[Any] = [None for _ in rows]
+        missing = self._missing(sinks)
+        for _ in range(len(rows) - len(missing)):
+            tick()
+        if not missing:
+            return [], []
 
         def read(i: int) -> Any:
             return _windows(sources, self.loop.input_slots, rows[i])
@@ -173,7 +178,7 @@ class Pass:
             self._write(rows[i], found[0], sinks)
 
         once.prepare(self._found, (_shapes(inputs, sources, self.loop.input_slots), whole))
-        _run(once.order, read, compute, write, tick)
+        _run([i for i in once.order if i in missing], read, compute, write, tick)
         for target, reduction, share in zip(targets, self.reductions, shares, strict=True):
             if reduction or target.result not in sinks:
                 held.arrays[target.result] = reduction.finish(share) if reduction else share[0]
@@ -219,13 +224,28 @@ class Pass:
         for k, target in enumerate(self.region.targets):
             if target.result not in sinks or target.reduction is not None:
                 continue
-            tile = np.asarray(shares[k][0])
-            place = list(slices(self.loop.result_slots[k], row))
-            for d, slot in self.loop.ownership[target.value]:
-                place[d] = slice(place[d].start, place[d].start + int(at(slot, row)))
-            tile = tile[tuple(slice(p.stop - p.start) for p in place)]
+            place = self._place(k, row)
+            tile = np.asarray(shares[k][0])[tuple(slice(p.stop - p.start) for p in place)]
             for sink in sinks[target.result]:
-                sink.write(tuple(place), tile)
+                sink.write(place, tile)
+
+    def _place(self, k: int, row: Any) -> tuple[slice, ...]:
+        """Where the part of a target lies that belongs to this tile and no other."""
+        place = list(slices(self.loop.result_slots[k], row))
+        for d, slot in self.loop.ownership[self.region.targets[k].value]:
+            place[d] = slice(place[d].start, place[d].start + int(at(slot, row)))
+        return tuple(place)
+
+    def _missing(self, sinks: dict[Value, list[Sink | Store]]) -> set[int]:
+        """The tiles that have to be computed: all but those whose results are there already."""
+        places = [sinks.get(t.result, ()) for t in self.region.targets]
+        if not all(places) or any(self.reductions):
+            return set(range(len(self.loop.rows)))
+
+        def there(row: Any) -> bool:
+            return all(s.has(self._place(k, row)) for k, found in enumerate(places) for s in found)
+
+        return {i for i, row in enumerate(self.loop.rows) if not there(row)}
 
     def backward(
         self,

@@ -76,7 +76,9 @@ def stream(
       A function of the arguments of `fun`, and of two more:
 
       * `out`: where tiled outputs are written: the pytree that `fun` returns, with None for what is
-        to be returned instead; by default nothing is written. Each position is written once.
+        to be returned instead; by default nothing is written. Each position is written once. If a
+        sink has a method `has`, tiles for which `sink.has(slices)` is true are not computed: so a
+        call goes on where one that was stopped had come to.
       * `progress`: called as `progress(done, total)` after every tile.
 
       It returns the pytree that `fun` returns: sinks as they were given in `out`, other tiled
