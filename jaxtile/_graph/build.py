@@ -168,7 +168,7 @@ class _Builder:
         inner = self.look_through(eqn)
         if inner is not None:
             return self._inline(eqn, inner, inputs)
-        if name == "reshape" and eqn.params["dimensions"] is not None and inputs[0].tiled:
+        if name == "reshape" and eqn.params["dimensions"] is not None:
             order, shape = eqn.params["dimensions"], eqn.params["new_sizes"]
             return self._restated(
                 eqn, lambda x: lax.reshape(lax.transpose(x, order), shape), inputs
