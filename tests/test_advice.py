@@ -99,26 +99,28 @@ def test_name_the_operands_and_save_them(name):
     assert_same(after, W, X, **TILED, policy=eval(policy))
 
 
-@pytest.mark.parametrize("saved", ["keys", "values"])
-def test_save_what_is_read_whole(saved):
-    """Attention to all positions, its queries in tiles: what it refuses first, then the rest."""
-    policy = jax.checkpoint_policies.save_only_these_names("keys", saved)
+def attention(w, x):
+    """To all positions, in tiles of queries."""
+    source = jax.ad_checkpoint.checkpoint_name(jnp.tanh(conv(x, w)), "source").reshape(1, -1, 2)
+    keys = jax.ad_checkpoint.checkpoint_name(source @ w[0, 0], "keys")
+    values = jax.ad_checkpoint.checkpoint_name(source @ w[0, 1], "values")
+    return jax.nn.softmax(conv(x, w).reshape(1, -1, 2) @ keys.swapaxes(1, 2)) @ values
 
-    def attention(w, x):
-        x = jnp.tanh(conv(x, w)).reshape(1, -1, 2)
-        keys = jax.ad_checkpoint.checkpoint_name(x @ w[0, 0], "keys")
-        values = jax.ad_checkpoint.checkpoint_name(x @ w[0, 1], "values")
-        return jax.nn.softmax(x @ keys.swapaxes(1, 2)) @ values
 
-    if saved == "keys":
-        message = refusal(lambda: jaxtile.checkpoint(attention, **TILED)(W, X))
-        assert "name and save one of its operands (the keys and the values of attention)" in message
-        message = refusal(lambda: jaxtile.checkpoint(attention, **TILED, policy=policy)(W, X))
-        assert "name and save the one whose positions are summed over (the values" in message
-    else:
-        assert_same(attention, W, X, **TILED, policy=policy)
-        last = jaxtile.explain(attention, W, X, **TILED, policy=policy).regions[-1]
-        assert last.grid == (2, 2)
+def test_save_what_is_read_whole():
+    message = refusal(lambda: jaxtile.checkpoint(attention, **TILED)(W, X))
+    assert "name and save one of its operands (the keys and the values of attention)" in message
+    policy = jax.checkpoint_policies.save_only_these_names("keys")
+    message = refusal(lambda: jaxtile.checkpoint(attention, **TILED, policy=policy)(W, X))
+    assert "name and save the one whose positions are summed over (the values" in message
+
+
+@parametrize_few("names", [("keys", "values"), ("source",)])
+def test_what_is_read_whole_was_saved(names):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    assert_same(attention, W, X, **TILED, policy=policy)
+    last = jaxtile.explain(attention, W, X, **TILED, policy=policy).regions[-1]
+    assert last.grid == (2, 2)
 
 
 def test_do_it_before_the_reshape():

@@ -36,7 +36,7 @@ Policy = Callable[..., Any]
 """As `jax.checkpoint` takes it."""
 
 _BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
-"""Work whose results are about as large as its operands."""
+"""Work whose results are about as large as its operands; contractions with such results, too."""
 
 
 def build(
@@ -490,7 +490,12 @@ class _Builder:
     def _untiled(self, node: Node, value: Value, kinds: Sequence[str]) -> Value | None:
         """An equation on whole arrays, as `_whole` wants it."""
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
-        if not cheap and rules.traits(node.equation.primitive).kind not in kinds:
+        kind, largest = (
+            rules.traits(node.equation.primitive).kind,
+            max(v.bytes for v in node.inputs),
+        )
+        bounded = kind in kinds or (kinds and kind == "contraction" and value.bytes <= largest)
+        if not cheap and not bounded:
             return None
         whole = [self._whole(v, kinds) for v in node.inputs]
         inputs = [v for v in whole if v is not None]
