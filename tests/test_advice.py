@@ -107,7 +107,16 @@ def attention(w, x):
     return jax.nn.softmax(conv(x, w).reshape(1, -1, 2) @ keys.swapaxes(1, 2)) @ values
 
 
+def deformed(w, x):
+    """Each position looks where the image says."""
+    rows = (jnp.arange(8)[:, None] + conv(x, w)[0, ..., 0].astype(int)) % 8
+    source = jax.ad_checkpoint.checkpoint_name(jnp.tanh(conv(x, w)), "source")
+    return conv(source[0][rows, jnp.arange(6)][None], w)
+
+
 def test_save_what_is_read_whole():
+    message = refusal(lambda: jaxtile.checkpoint(deformed, **TILED)(W, X))
+    assert "name and save what it reads" in message
     message = refusal(lambda: jaxtile.checkpoint(attention, **TILED)(W, X))
     assert "name and save one of its operands (the keys and the values of attention)" in message
     policy = jax.checkpoint_policies.save_only_these_names("keys")
@@ -115,11 +124,15 @@ def test_save_what_is_read_whole():
     assert "name and save the one whose positions are summed over (the values" in message
 
 
-@parametrize_few("names", [("keys", "values"), ("source",)])
-def test_what_is_read_whole_was_saved(names):
+@parametrize_few(
+    "fun, names",
+    [(attention, ("keys", "values")), (deformed, ("source",)), (attention, ("source",))],
+    always=2,
+)
+def test_what_is_read_whole_was_saved(fun, names):
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-    assert_same(attention, W, X, **TILED, policy=policy)
-    last = jaxtile.explain(attention, W, X, **TILED, policy=policy).regions[-1]
+    assert_same(fun, W, X, **TILED, policy=policy)
+    last = jaxtile.explain(fun, W, X, **TILED, policy=policy).regions[-1]
     assert last.grid == (2, 2)
 
 

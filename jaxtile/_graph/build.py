@@ -490,11 +490,9 @@ class _Builder:
     def _untiled(self, node: Node, value: Value, kinds: Sequence[str]) -> Value | None:
         """An equation on whole arrays, as `_whole` wants it."""
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
-        kind, largest = (
-            rules.traits(node.equation.primitive).kind,
-            max(v.bytes for v in node.inputs),
-        )
-        bounded = kind in kinds or (kinds and kind == "contraction" and value.bytes <= largest)
+        kind = rules.traits(node.equation.primitive).kind
+        shrinks = any(value.bytes <= v.bytes for v in node.inputs)
+        bounded = kind in kinds or (kinds and kind == "contraction" and shrinks)
         if not cheap and not bounded:
             return None
         whole = [self._whole(v, kinds) for v in node.inputs]
