@@ -19,10 +19,13 @@ from .values import Value
 def at_own_position(
     eqn: Any, operand: Value, columns: Sequence[Value]
 ) -> tuple[Callable[..., jax.Array], list[Value]] | None:
-    """A `gather` by indices made of these columns, without those that are the position itself along
-    a tiled dimension: a function of the operand and the other columns. None: there are none.
+    """A `gather` by indices concatenated from these, without those that are the position itself
+    along a tiled dimension: a function of the operand and the other columns. None: there are none.
     """
     numbers, last = eqn.params["dimension_numbers"], eqn.invars[1].aval.ndim - 1
+    wanted = len(numbers.start_index_map)
+    if len(columns) != wanted or any(c.aval.shape[last] != 1 for c in columns):
+        return None
     batched, others = {}, []
     for d, column in zip(numbers.start_index_map, columns, strict=True):
         i = _counted(column) if operand.axes[d] is not None else None
@@ -31,7 +34,9 @@ def at_own_position(
         else:
             batched[d] = i
     taken = {*batched} <= {*numbers.collapsed_slice_dims}
-    if not (batched and others and taken) or len({*batched.values()}) < len(batched):
+    both = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+    pairs = sorted([*both, *batched.items()])
+    if not (batched and others and taken) or len({i for _, i in pairs}) < len(pairs):
         return None
 
     def gather(x: jax.Array, *columns: jax.Array) -> jax.Array:
@@ -42,8 +47,7 @@ def at_own_position(
                 numbers.offset_dims,
                 tuple(d for d in numbers.collapsed_slice_dims if d not in batched),
                 tuple(d for d, _ in others),
-                (*numbers.operand_batching_dims, *batched),
-                (*numbers.start_indices_batching_dims, *batched.values()),
+                *zip(*pairs, strict=True),
             ),
             **{k: eqn.params[k] for k in ("slice_sizes", "mode", "fill_value")},
         )
