@@ -116,12 +116,12 @@ def decided(
     try:
         choices = policy.choose(view)
     except Exception as error:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            error.add_note(
-                "No budget can be planned for inside `jax.shard_map`: make a plan outside, for the "
-                "arrays of one device, with `jaxtile.plan`, and give it as `policy`."
-            )
-        raise
+        if not jax.sharding.get_abstract_mesh().manual_axes:
+            raise
+        raise TilingError(
+            "no budget can be planned for inside `jax.shard_map`: make a plan outside, for the "
+            f"arrays of one device, with `jaxtile.plan`, and give it as `policy` ({error})"
+        ) from error
     stored, chosen = apply(choices, values)
     if isinstance(tiles, Mapping):
         raise TilingError(

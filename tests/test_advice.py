@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxtile
 import jaxtile.nn
 from jaxtile import TilingError
 
+from .meshes import devices
 from .support import assert_close, assert_same, conv, max_pool, normal, parametrize_few
 
 W, X = normal(1, 3, 3, 2, 2), normal(0, 1, 8, 6, 2)
@@ -69,6 +72,9 @@ NEED_WHOLE = {
     "product": lambda x: jnp.prod(x, (1, 2)),
     "repeated": lambda x: jnp.tile(x, (1, 2, 1, 1)),
     "reshape": lambda x: x.reshape(1, 6, 8, 2),
+    "fourier": lambda x: jnp.fft.rfft2(x, axes=(1, 2)).real,
+    "segments": lambda x: jax.ops.segment_sum(x.reshape(-1, 2), (x[..., 0].ravel() > 0) * 1, 2),
+    "brightest": lambda x: x.max((1, 2)) * x.reshape(1, -1, 2).argmax(1),
 }
 
 
@@ -94,6 +100,43 @@ def test_name_the_operands_and_save_them(name):
         return need_whole(names["x"]), conv(names["x"], w)
 
     assert_same(after, W, X, **TILED, policy=eval(policy))
+
+
+def attention(w, x):
+    """To all positions, in tiles of queries."""
+    source = jax.ad_checkpoint.checkpoint_name(jnp.tanh(conv(x, w)), "source").reshape(1, -1, 2)
+    keys = jax.ad_checkpoint.checkpoint_name(source @ w[0, 0], "keys")
+    values = jax.ad_checkpoint.checkpoint_name(source @ w[0, 1], "values")
+    return jax.nn.softmax(conv(x, w).reshape(1, -1, 2) @ keys.swapaxes(1, 2)) @ values
+
+
+def deformed(w, x):
+    """Each position looks where the image says."""
+    rows = (jnp.arange(8)[:, None] + conv(x, w)[0, ..., 0].astype(int)) % 8
+    source = jax.ad_checkpoint.checkpoint_name(jnp.tanh(conv(x, w)), "source")
+    return conv(source[0][rows, jnp.arange(6)][None], w)
+
+
+def test_save_what_is_read_whole():
+    message = refusal(lambda: jaxtile.checkpoint(deformed, **TILED)(W, X))
+    assert "name and save what it reads" in message
+    message = refusal(lambda: jaxtile.checkpoint(attention, **TILED)(W, X))
+    assert "name and save one of its operands (the keys and the values of attention)" in message
+    policy = jax.checkpoint_policies.save_only_these_names("keys")
+    message = refusal(lambda: jaxtile.checkpoint(attention, **TILED, policy=policy)(W, X))
+    assert "name and save the one whose positions are summed over (the values" in message
+
+
+@parametrize_few(
+    "fun, names",
+    [(attention, ("keys", "values")), (deformed, ("source",)), (attention, ("source",))],
+    always=2,
+)
+def test_what_is_read_whole_was_saved(fun, names):
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    assert_same(fun, W, X, **TILED, policy=policy)
+    last = jaxtile.explain(fun, W, X, **TILED, policy=policy).regions[-1]
+    assert last.grid == (2, 2)
 
 
 def test_do_it_before_the_reshape():
@@ -225,3 +268,105 @@ def test_windows_of_one_array_from_a_constant():
     assert "reduce one array at a time" in message
     apart = jaxtile.checkpoint(lambda w, x: (pool(x, -jnp.inf), pool(-x, -jnp.inf)), **TILED)
     assert_close(apart(W, X), both(X))
+
+
+def blur(w, x):
+    return jnp.tanh(conv(x, w))
+
+
+class Settings:
+    stride = 1
+
+
+TILE = {"tiles": (2, 2)}
+BOTH = {"in_axes": (None, (1, 2))} | TILE
+ROWS = {"mesh": devices(2), "mesh_axes": ("rows", None)} if jax.device_count() > 1 else {}
+OPTIONS = {
+    "axes without a mesh": (
+        BOTH | {"mesh_axes": ROWS.get("mesh_axes")},
+        "needs `mesh`: pass the mesh whose axes these are",
+        BOTH | ROWS,
+    ),
+    "a mesh without devices": (
+        BOTH | ROWS | {"mesh": jax.sharding.AbstractMesh((2,), ("rows",))},
+        "`jax.make_mesh` makes one that can run",
+        BOTH | ROWS,
+    ),
+    "no axis of the mesh": (
+        BOTH | ROWS | {"mesh_axes": (None, None)},
+        "names no axis of `mesh`, which has ('rows',): name one, or leave out `mesh`",
+        BOTH,
+    ),
+    "too few axes": (
+        BOTH | ROWS | {"mesh_axes": ("rows",)},
+        "use None for an axis that stays on each device",
+        BOTH | ROWS,
+    ),
+    "one axis twice": (
+        BOTH | ROWS | {"mesh_axes": ("rows", "rows")},
+        "one mesh axis can hold one tiled axis",
+        BOTH | ROWS,
+    ),
+    "an array that is static": (
+        BOTH | {"static_argnums": 0},
+        "leave it out there; what is not an array in it is static anyway",
+        BOTH,
+    ),
+    "axes of all arguments": (
+        {"in_axes": (1, 2)} | TILE,
+        "write ((1, 2), (1, 2)), or ((1,), (2,))",
+        {"in_axes": ((1,), (2,)), "tiles": (2,)},
+    ),
+    "no name": (
+        BOTH | {"tiles": {"x": (2, 2)}},
+        "add that name, or the key `...` for all other regions",
+        BOTH | {"tiles": {...: (2, 2)}},
+    ),
+    "a policy and a budget": (
+        BOTH | {"budget": "1MB", "policy": "sqrt"},
+        "give one of them",
+        BOTH | {"policy": "sqrt"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name):
+    """What was wrong with the options, and the same with the advised ones."""
+    wrong, advice, right = OPTIONS[name]
+    fun = (lambda w, x: x * w[0, 0, 0] + 1) if name == "axes of all arguments" else blur
+    assert advice in refusal(lambda: jaxtile.checkpoint(fun, **wrong)(W, X))
+    if name == "axes of all arguments":
+        assert jaxtile.checkpoint(fun, **right).explain(W, X).regions
+    else:
+        assert_close(jax.jit(jaxtile.checkpoint(fun, **right))(W, X), fun(W, X))
+
+
+def test_an_object_is_registered_or_static():
+    def fun(w, x, settings):
+        return conv(x, w, settings.stride)
+
+    axes = {"in_axes": (None, (1, 2), None)} | TILE
+    message = refusal(lambda: jaxtile.checkpoint(fun, **axes)(W, X, Settings()))
+    assert "register its class with `jax.tree_util`, or give the number" in message
+    static = jaxtile.checkpoint(fun, **axes, static_argnums=2)
+    assert_close(static(W, X, Settings()), fun(W, X, Settings()))
+    jax.tree_util.register_static(Settings)
+    registered = jaxtile.checkpoint(fun, **axes)
+    assert_close(registered(W, X, Settings()), fun(W, X, Settings()))
+
+
+def test_forward_mode_on_a_mesh():
+    mesh = devices(2, axis_types=(AxisType.Auto,))
+    on_mesh = jaxtile.checkpoint(blur, **BOTH, mesh=mesh, mesh_axes=("rows", None))
+
+    def moved(f):
+        return jax.jit(lambda *args: jax.jvp(f, args, args))(W, images)
+
+    images = jnp.concatenate([X, X + 1])
+    message = refusal(lambda: moved(on_mesh))
+    assert "leave out `mesh`, or call it inside `jax.shard_map`" in message
+    tiled = jaxtile.checkpoint(blur, **BOTH)
+    inside = jax.shard_map(tiled, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P("rows"))
+    assert_close(moved(tiled), moved(blur))
+    assert_close(moved(inside), moved(blur))

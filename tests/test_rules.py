@@ -307,6 +307,7 @@ cases(
         lax.reshape(x, (8, 12, 10), (3, 0, 1, 2)),
         x.reshape(2, 12, 10, 2, 2, order="F"),
         jnp.ravel(x, order="F").reshape(-1, 8).mean(0),
+        x[:, :10] * lax.reshape(p["map"][:10], (10, 10, 4), (1, 0, 2)),
     ],
     kernels=lambda p, x: jax.vmap(
         lambda x, s: conv(jnp.tanh(conv(x[None], p["w"] * s, 2)), p["w"])[0]
@@ -411,6 +412,33 @@ def test_batch_axis_and_all_axes_together():
     assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (0,)), tiles=(2,))
     assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)), tiles=(2, 3, 2))
     assert_same(fun, WEIGHTS, IMAGE, in_axes=(None, (2,)), tiles=(3,))
+
+
+def modulated(p, x):
+    """Kernels of their own for all images, by what is in these."""
+    kernels = p["w"] * jnp.tanh(x.mean((1, 2)))[:, None, None, None]
+    return jax.vmap(lambda w, x: conv(jnp.sin(conv(x[None], w, 2)), p["w"])[0])(kernels, x)
+
+
+def grouped(p, x):
+    return jax.vmap(lambda w, x: conv(x[None], w, feature_group_count=2)[0])(
+        jnp.stack([p["grouped"] * s for s in range(3)]), x
+    )
+
+
+GROUPS = {
+    "modulated": (modulated, (0, 1), (2, 3)),
+    "sizes that do not divide": (modulated, (0,), (2,)),
+    "groups of groups": (grouped, (0, 2), (2, 2)),
+    "channels": (lambda p, x: conv(x, p["depthwise"], feature_group_count=4), (1, 3), (2, 3)),
+    "parts of groups": (lambda p, x: conv(x, p["grouped"], feature_group_count=2), (3,), (4,)),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_tiles_of_groups(name):
+    fun, axes, tiles = GROUPS[name]
+    assert_same(fun, WEIGHTS, normal(9, 3, 6, 5, 4), in_axes=(None, axes), tiles=tiles)
 
 
 @pytest.mark.parametrize("rank", [1, 3])

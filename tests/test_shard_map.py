@@ -140,9 +140,8 @@ def test_schedules_inside_shard_map(options):
 def test_a_plan_is_made_outside():
     """For the shapes that one device has."""
     local = jax.ShapeDtypeStruct((1, *IMAGES.shape[1:]), IMAGES.dtype)
-    with pytest.raises(ValueError, match="varying manual axes") as error:
+    with pytest.raises(jaxtile.TilingError, match=r"make a plan outside, .* with `jaxtile.plan`"):
         data_parallel(jaxtile.checkpoint(network, in_axes=(None, (1, 2)), budget="1MB"))
-    assert any("jaxtile.plan" in note for note in error.value.__notes__)
     plan = jaxtile.plan(network, WEIGHTS, local, in_axes=(None, (1, 2)), budget="1MB")
     tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), policy=plan)
     assert_close(data_parallel(tiled), plain(network))

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
@@ -82,6 +83,26 @@ def test_per_example_gradients():
         for f in (trunk, tiled_trunk())
     )
     assert_close(tiled(PARAMS, images), plain(PARAMS, images))
+
+
+def test_a_scan_around_a_tiled_layer_does_not_grow_with_depth():
+    def layer(w, x):
+        x = jax.nn.relu(x + conv(x, w))
+        return x / jnp.sqrt(x.var((0, 1, 2)) + 1e-2)
+
+    def network(layer):
+        return lambda ws, x: lax.scan(lambda x, w: (layer(w, x), x.mean()), x, ws)
+
+    tiled = network(jaxtile.checkpoint(layer, in_axes=(None, (1, 2)), tiles=(3, 2)))
+    weights = jnp.stack(PARAMS)
+    assert_close(results(tiled, (weights, IMAGE)), results(network(layer), (weights, IMAGE)))
+
+    def lines(depth):
+        shapes = jax.ShapeDtypeStruct((depth, *weights.shape[1:]), float), IMAGE
+        step = jax.grad(lambda *args: tiled(*args)[0].sum())
+        return str(jax.make_jaxpr(step)(*shapes)).count("\n")
+
+    assert lines(3) == lines(100)
 
 
 def test_inside_a_larger_model_and_twice():

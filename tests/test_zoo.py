@@ -4,6 +4,7 @@ import importlib
 import os
 
 import equinox as eqx
+import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,136 @@ def test_haiku(name):
 
     axes = (None, None, (1, 2))
     assert_same(apply, params, state, IMAGE, in_axes=axes, tiles=(3, 2), policy=store_convolutions)
+
+
+class ConvNorm(nn.Module):
+    """As jax-resnet and flaxmodels state a layer of a ResNet; these need an older Flax."""
+
+    features: int
+    size: int = 1
+    strides: int = 1
+    groups: int = 1
+    act: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        around, kernel, strides = self.size // 2, (self.size,) * 2, (self.strides,) * 2
+        options = {"padding": [(around, around)] * 2, "use_bias": False, "param_dtype": float}
+        options |= {"feature_group_count": self.groups}
+        x = nn.Conv(self.features, kernel, strides, **options)(x)
+        x = nn.BatchNorm(False, momentum=0.9, param_dtype=float)(x)
+        return nn.relu(x) if self.act else x
+
+
+class SplitAttention(nn.Module):
+    """The 3 x 3 convolution of ResNeSt: two halves, weighted by what is in all of both."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        x = ConvNorm(2 * self.features, 3, groups=2)(x)
+        halves = jnp.split(x, 2, -1)
+        seen = ConvNorm(6)(sum(halves).mean((1, 2), keepdims=True))
+        weights = nn.Conv(2 * self.features, (1, 1), param_dtype=float)(seen).reshape(
+            x.shape[0], -1
+        )
+        weights = nn.softmax(weights.reshape(x.shape[0], 1, 2, -1).swapaxes(1, 2), 1)
+        weights = jnp.split(weights.reshape(x.shape[0], 1, 1, -1), 2, -1)
+        return sum(w * half for w, half in zip(weights, halves, strict=True))
+
+
+class Bottleneck(nn.Module):
+    """With the skip connection of ResNet-D."""
+
+    features: int
+    strides: int = 1
+    attention: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        y = ConvNorm(self.features)(x)
+        if self.attention:
+            y = SplitAttention(self.features)(y)
+            y = nn.avg_pool(y, (3, 3), (self.strides,) * 2, [(1, 1)] * 2)
+        else:
+            y = ConvNorm(self.features, 3, self.strides)(y)
+        y = ConvNorm(4 * self.features, act=False)(y)
+        if self.strides > 1:
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+        return nn.relu(y + ConvNorm(4 * self.features, act=False)(x))
+
+
+class Linen(nn.Module):
+    attention: bool
+
+    @nn.compact
+    def __call__(self, x):
+        x = ConvNorm(4, 3, 2)(x)
+        x = nn.max_pool(ConvNorm(6, 3)(x), (3, 3), (2, 2), ((1, 1), (1, 1)))
+        for strides in (1, 2):
+            x = Bottleneck(4, strides, self.attention)(x)
+        return nn.Dense(5, param_dtype=float)(x.mean((-2, -3)))
+
+
+@pytest.mark.parametrize("attention", [False, True], ids=["resnet-d", "resnest"])
+def test_linen(attention):
+    model, image = Linen(attention), normal(0, 2, 40, 32, 3)
+    variables = model.init(jax.random.key(0), image)
+
+    def apply(params, state, x):
+        return model.apply({"params": params, **state}, x, mutable=["batch_stats"])
+
+    params, axes = variables.pop("params"), (None, None, (1, 2))
+    schedule = {"in_axes": axes, "tiles": (2, 3), "policy": store_convolutions}
+    assert_same(apply, params, variables, image, **schedule)
+
+
+class ShuffleUnit(eqx.Module):
+    """As eqxvision states ShuffleNet V2; that needs an older Equinox."""
+
+    branches: list
+    strides: int = eqx.field(static=True)
+
+    def __init__(self, channels, strides, key):
+        keys, half = jax.random.split(key, 5), channels // 2
+
+        def layer(i, size, strides=1, groups=1, n=half):
+            around = size // 2
+            conv = eqx.nn.Conv2d(n, half, size, strides, around, 1, groups, False, key=keys[i])
+            return [conv, eqx.nn.GroupNorm(1, half), eqx.nn.Lambda(jax.nn.relu)]
+
+        n = channels if strides > 1 else half
+        main = [*layer(0, 1, n=n), *layer(1, 3, strides, half), *layer(2, 1)]
+        other = [*layer(3, 3, strides, half, n=n), *layer(4, 1)] if strides > 1 else []
+        self.branches, self.strides = [*map(eqx.nn.Sequential, (other, main))], strides
+
+    def __call__(self, x, key=None):
+        both = (x, x) if self.strides > 1 else jnp.split(x, 2, 0)
+        x = jnp.concatenate([run(y) for run, y in zip(self.branches, both, strict=True)], 0)
+        return x.reshape(2, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape)
+
+
+def test_equinox_channel_shuffle_and_adaptive_pools():
+    keys = jax.random.split(jax.random.key(0), 4)
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(3, 8, 3, 2, 1, key=keys[0]),
+            eqx.nn.MaxPool2d(3, 2, 1),
+            ShuffleUnit(8, 2, keys[1]),
+            ShuffleUnit(8, 1, keys[2]),
+            eqx.nn.AdaptiveAvgPool2d((1, 1)),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.Linear(8, 5, key=keys[3]),
+        ]
+    )
+    weights, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def apply(weights, x):
+        return jax.vmap(eqx.combine(weights, rest))(x)
+
+    image = normal(0, 2, 3, 40, 32)
+    assert_same(apply, as_float64(weights), image, in_axes=(None, (2, 3)), tiles=(2, 2))
 
 
 class Equinox(eqx.Module):

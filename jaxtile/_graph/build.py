@@ -29,13 +29,14 @@ from .branches import in_parts, mixes
 from .clamps import ask_results
 from .inline import plain_call
 from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
+from .lookup import at_own_position
 from .values import Graph, Node, Place, Value, constant, is_held
 
 Policy = Callable[..., Any]
 """As `jax.checkpoint` takes it."""
 
 _BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
-"""Work whose results are about as large as its operands."""
+"""Work whose results are about as large as its operands; contractions with such results, too."""
 
 
 def build(
@@ -147,8 +148,15 @@ class _Builder:
                 return Value(var.aval, (None,) * np.ndim(var.val), known=var.val)
             return env[var]
 
+        pieces: dict[Any, Sequence[Value]] = {}
         for eqn in _live(jaxpr):
-            outputs = self._equation(eqn, [read(v) for v in eqn.invars])
+            inputs = [read(v) for v in eqn.invars]
+            if eqn.primitive.name == "concatenate":
+                pieces[eqn.outvars[0]] = inputs
+            if eqn.primitive.name == "gather":
+                outputs = self._gather(eqn, inputs, pieces.get(eqn.invars[1]))
+            else:
+                outputs = self._equation(eqn, inputs)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
@@ -160,7 +168,7 @@ class _Builder:
         inner = self.look_through(eqn)
         if inner is not None:
             return self._inline(eqn, inner, inputs)
-        if name == "reshape" and eqn.params["dimensions"] is not None and inputs[0].tiled:
+        if name == "reshape" and eqn.params["dimensions"] is not None:
             order, shape = eqn.params["dimensions"], eqn.params["new_sizes"]
             return self._restated(
                 eqn, lambda x: lax.reshape(lax.transpose(x, order), shape), inputs
@@ -182,6 +190,16 @@ class _Builder:
             self._store(inputs[0].array, self._decision(self._described(eqn, inputs)))
             return inputs
         return self._tiled(eqn, rule, inputs)
+
+    def _gather(
+        self, eqn: Any, inputs: Sequence[Value], columns: Sequence[Value] | None
+    ) -> Sequence[Value]:
+        """A look-up by indices that were concatenated from these columns, if they were."""
+        found = columns and at_own_position(eqn, inputs[0], columns)
+        if not found:
+            return self._equation(eqn, inputs)
+        function, others = found
+        return self._restated(eqn, function, [inputs[0], *others])
 
     def _inline(self, eqn: Any, inner: Any, inputs: Sequence[Value]) -> list[Value]:
         """The equations of the jaxpr that an equation calls."""
@@ -238,15 +256,16 @@ class _Builder:
         return [_without_elements(v) if v.tiled and 0 in v.aval.shape else v for v in outputs]
 
     def _unmixed(self, equation: Equation, inputs: Sequence[Value], refusal: Mixes) -> list[Value]:
-        """The operands, as global values, of an equation that its rule refused to tile.
+        """The operands of an equation that its rule refused to tile, as global values where they
+        are stored or follow cheaply from what is.
 
-        It stays refused if one of them is neither stored nor follows cheaply from what is.
+        The others stay tiled: of attention, the queries. It stays refused if that changes nothing.
         """
         if self.store_mixed:
             self._store_whole([v for v in inputs if v.tiled])
         whole = [self._whole(v, _BOUNDED) for v in inputs]
-        found = [v for v in whole if v is not None]
-        if len(found) < len(whole):
+        found = [v if w is None else w for v, w in zip(inputs, whole, strict=True)]
+        if not any(v.tiled and not w.tiled for v, w in zip(inputs, found, strict=True)):
             raise self._refusal(equation, refusal) from None
         return found
 
@@ -471,7 +490,10 @@ class _Builder:
     def _untiled(self, node: Node, value: Value, kinds: Sequence[str]) -> Value | None:
         """An equation on whole arrays, as `_whole` wants it."""
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
-        if not cheap and rules.traits(node.equation.primitive).kind not in kinds:
+        kind = rules.traits(node.equation.primitive).kind
+        shrinks = any(value.bytes <= v.bytes for v in node.inputs)
+        bounded = kind in kinds or (kinds and kind == "contraction" and shrinks)
+        if not cheap and not bounded:
             return None
         whole = [self._whole(v, kinds) for v in node.inputs]
         inputs = [v for v in whole if v is not None]

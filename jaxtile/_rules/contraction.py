@@ -62,7 +62,8 @@ class DotGeneral(Rule):
             if (summed & kept) - {None}:
                 raise Mixes(
                     "`dot_general` sums over a tiled axis that its result also carries",
-                    "store its operands",
+                    "name and save the one whose positions are summed over (the values of "
+                    "attention): it is read whole, and the other stays in tiles",
                 )
         for side in (0, 1):
             out += [in_axes[side][d] for d in free[side]]

@@ -18,6 +18,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from .._errors import TilingError
+
 
 class Derivative(Protocol):
     """A function of pytrees of arrays, and its derivative.
@@ -87,6 +89,39 @@ def apply_backwards(function: Derivative, *args: Any) -> Any:
     `custom_jvp` are applied in this way there.
     """
     return function.value(*args)
+
+
+@jax.custom_jvp
+def only_backwards(tree: Any) -> Any:
+    """The same arrays; forward mode is refused in words that say why, before JAX does."""
+    return tree
+
+
+@functools.partial(only_backwards.defjvp, symbolic_zeros=True)
+def _only_backwards_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def moved(t: Any) -> Any:
+        return t if isinstance(t, SymbolicZero) else _transposed_p.bind(t)
+
+    return primals[0], jax.tree.map(moved, tangents[0])
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise TilingError(
+        "forward mode (`jvp`, `jacfwd`, `linearize`) of a tiled function that calls one with a "
+        "derivative rule is not defined. Of a `custom_jvp`, as `jax.nn.relu` is, that is a limit of"
+        " jaxtile before jax 0.12; a `custom_vjp` has none in JAX either. What to do: use jax 0.12 "
+        "or newer, or `jax.checkpoint` instead of `jaxtile.checkpoint`; reverse mode (`grad`, "
+        "`vjp`), and forward mode over it (`hessian`), are defined"
+    )
+
+
+_transposed_p = Primitive("jaxtile_transposed")
+_transposed_p.def_impl(_refuse)
+_transposed_p.def_abstract_eval(lambda t: t)
+mlir.register_lowering(_transposed_p, _refuse)
+batching.primitive_batchers[_transposed_p] = lambda t, dims: (_transposed_p.bind(*t), *dims)
+ad.primitive_jvps[_transposed_p] = _refuse
+ad.primitive_transposes[_transposed_p] = lambda cotangent, _: [cotangent]
 
 
 def _is_primal(x: Any) -> bool:

@@ -41,7 +41,8 @@ class Gather(Rule):
             whole = eqn.params["slice_sizes"][d] == eqn.in_avals[0].shape[d]
             if not whole or d in dims.collapsed_slice_dims:
                 raise Mixes(
-                    f"`gather` indexes tiled dimension {d} other than with one vector of constants"
+                    f"`gather` indexes tiled dimension {d} other than with one vector of constants",
+                    "name and save what it reads: that is read whole, and its indices may be tiled",
                 )
         if fixed is not None:
             out[next(iter(_batch_dims(eqn)))] = operand[fixed]

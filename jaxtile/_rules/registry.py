@@ -398,7 +398,11 @@ def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
         merged.append(found.pop() if found else None)
     repeated = {a for a in merged if a is not None and merged.count(a) > 1}
     if repeated:
-        raise Mixes(f"`{primitive.name}` would carry tiled axis {min(repeated)} in two dimensions")
+        raise Mixes(
+            f"`{primitive.name}` would carry tiled axis {min(repeated)} in two dimensions",
+            "name and save one of its operands (the keys and the values of attention): that is "
+            "read whole, and the other stays in tiles",
+        )
     return tuple(merged)
 
 

@@ -14,7 +14,7 @@ from .._errors import Mixes
 from .._geometry import Stencil, Window
 from .convolve import convolve
 from .max_pool import pool
-from .registry import Axes, Equation, Need, Rule, Step, Windows, forbid, register, sole
+from .registry import Axes, Equation, Need, Rule, Step, Windows, forbid, merge, register, sole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +55,26 @@ class Slide:
 class Convolution(Rule):
     """`lax.conv_general_dilated`.
 
-    Spatial dimensions slide, the batch passes through, features are contracted.
+    Spatial dimensions slide, the batch passes through, features are contracted: those of one group.
+    Tiles of groups (a `vmap` over images and kernels makes a batch into groups) have their own
+    kernels.
     """
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        dims = eqn.params["dimension_numbers"]
-        batch, feature, *spatial = dims.lhs_spec
-        forbid(eqn, 0, [feature], "contracts the feature dimension")
-        forbid(eqn, 1, range(len(dims.rhs_spec)), "needs its whole kernel")
+        dims, grouped = eqn.params["dimension_numbers"], eqn.params["feature_group_count"] > 1
+        batch, feature = dims.lhs_spec[:2]
+        if not grouped:
+            forbid(eqn, 0, [feature], "contracts the feature dimension")
+        forbid(eqn, 1, dims.rhs_spec[1 if grouped else 0 :], "needs its whole kernel")
         if eqn.params["batch_group_count"] > 1:
             forbid(eqn, 0, [batch], "with `batch_group_count` folds the batch dimension")
+        lhs, rhs = map(list, eqn.in_axes)
+        group = [(lhs[feature],), (rhs[dims.rhs_spec[0]],)]
+        (lhs[feature],) = (rhs[dims.rhs_spec[0]],) = merge(eqn.primitive, group)
         out: list[int | None] = [None] * len(dims.out_spec)
-        out_batch, _, *out_spatial = dims.out_spec
-        out[out_batch] = eqn.in_axes[0][batch]
-        for i, o in zip(spatial, out_spatial, strict=True):
-            out[o] = eqn.in_axes[0][i]
-        return eqn.in_axes, [tuple(out)]
+        for o, i in zip(dims.out_spec, dims.lhs_spec, strict=True):
+            out[o] = lhs[i]
+        return [tuple(lhs), tuple(rhs)], [merge(eqn.primitive, [tuple(out)])]
 
     def bind(
         self, primitive: Any, operands: Sequence[jax.Array], params: Mapping[str, Any]
@@ -79,13 +83,18 @@ class Convolution(Rule):
         return [convolve(lhs, rhs, params, in_loop=False)]
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        dims, params = eqn.params["dimension_numbers"], eqn.params
-        (out_batch, _, *out_spatial), (batch, _, *spatial) = dims.out_spec, dims.lhs_spec
+        dims, params = eqn.params["dimension_numbers"], dict(eqn.params)
+        (out_batch, out_feature, *out_spatial) = dims.out_spec
+        (batch, feature, *spatial), (of_kernel, *_) = dims.lhs_spec, dims.rhs_spec
         kernel = [eqn.in_avals[1].shape[d] for d in dims.rhs_spec[2:]]
         window, padding = sole(windows), list(params["padding"])
-        produced, need = dict(window), Windows()
+        produced, need, of_groups = dict(window), Windows(), Windows()
         if out_batch in window:
             need[batch] = window[out_batch]
+        if out_feature in window:
+            need[feature], made, count = _groups(eqn, window[out_feature])
+            produced[out_feature] = of_groups[of_kernel] = made
+            params["feature_group_count"] = count
         for k, (o, i) in enumerate(zip(out_spatial, spatial, strict=True)):
             if o not in window:
                 continue
@@ -100,13 +109,24 @@ class Convolution(Rule):
                 window[o],
             )
             need[i], padding[k], produced[o] = slide.need, slide.padding, slide.produced
+        params["padding"] = tuple(padding)
         return Step(
-            [Need(need), None],
-            lambda scalars, lhs, rhs: [
-                convolve(lhs, rhs, {**params, "padding": tuple(padding)}, in_loop=True)
-            ],
+            [Need(need), Need(of_groups) if of_groups else None],
+            lambda scalars, lhs, rhs: [convolve(lhs, rhs, params, in_loop=True)],
             produced=[produced],
         )
+
+
+def _groups(eqn: Equation, window: Window) -> tuple[Window, Window, int]:
+    """The features that a convolution reads for a window of its results, those that it produces of
+    them, and how many groups these are.
+    """
+    dims, groups = eqn.params["dimension_numbers"], eqn.params["feature_group_count"]
+    read = eqn.in_avals[0].shape[dims.lhs_spec[1]] // groups
+    made = eqn.in_avals[1].shape[dims.rhs_spec[0]] // groups
+    first = window.starts // made
+    count = int(((window.stops - 1) // made + 1 - first).max())
+    return window.moved(first * read, count * read), window.moved(first * made, count * made), count
 
 
 def _identity(name: str, dtype: np.dtype) -> Any:

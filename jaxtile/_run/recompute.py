@@ -24,7 +24,7 @@ from .._errors import TilingError
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
 from .._regions.tile import known, lookup
-from .._rules.derivative import apply, apply_backwards
+from .._rules.derivative import apply, apply_backwards, only_backwards
 from .._rules.manual import as_varying_as
 
 T = TypeVar("T")
@@ -96,9 +96,12 @@ def run(
     """
     given = list(inputs), list(globals_), list(hosted)
     forgets = jax.__version_info__ < (0, 12) and body.region.has_rules
-    found: tuple[list[Array], list[Array]] = (apply_backwards if forgets else apply)(
-        _Run(body), *as_varying_as(given, jax.tree.leaves(given))
-    )
+    given = as_varying_as(given, jax.tree.leaves(given))
+    found: tuple[list[Array], list[Array]]
+    if forgets:
+        found = apply_backwards(_Run(body), *only_backwards(given))
+    else:
+        found = apply(_Run(body), *given)
     return found
 
 
