@@ -58,7 +58,7 @@ def test_haiku(name):
 
 
 class ConvNorm(nn.Module):
-    """As jax-resnet and flaxmodels state a layer of a ResNet; these need an older Flax."""
+    """As jax-resnet and flaxmodels state a layer of a ResNet."""
 
     features: int
     size: int = 1
@@ -141,7 +141,7 @@ def test_linen(attention):
 
 
 class ShuffleUnit(eqx.Module):
-    """As eqxvision states ShuffleNet V2; that needs an older Equinox."""
+    """As eqxvision states ShuffleNet V2."""
 
     branches: list
     strides: int = eqx.field(static=True)
