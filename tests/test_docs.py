@@ -46,7 +46,8 @@ def test_examples_run(page):
         exec(compile("\n" * lines_before + block.group(1), str(page), "exec"), names)
 
 
-LOOPS = sorted((ROOT / "docs" / "examples").glob("*.py"))
+EXAMPLE_PROGRAMS = ROOT / "docs" / "examples"
+LOOPS = sorted(EXAMPLE_PROGRAMS.glob("*_loop.py"))
 
 
 @pytest.mark.parametrize("program", LOOPS, ids=name)
@@ -59,18 +60,30 @@ def test_loops_are_short_and_what_is_new_in_them_is_marked(program):
 @pytest.mark.slow
 @pytest.mark.parametrize("program", LOOPS, ids=name)
 def test_loops_run_and_learn_within_their_budget(program):
-    """As a user would run them."""
+    done = run(program)
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 5
+    assert losses[-1] < 0.7 * losses[0]
+    assert re.search(r"compiled .* is too much for 24 MiB", done.stderr)
+    assert done.stderr.splitlines()[-1].endswith("fits 24 MiB")
+
+
+@pytest.mark.slow
+def test_what_skipping_saves_is_printed():
+    *_, line = run(EXAMPLE_PROGRAMS / "background.py").stdout.splitlines()
+    tiles = float(re.search(r"; ([0-9.]+) of the tiles", line)[1])
+    assert 0.2 < tiles < 0.35
+
+
+def run(program):
+    """As a user would run it."""
     environment = {**os.environ, "XLA_FLAGS": FLAGS}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert len(losses) == 5
-    assert losses[-1] < 0.7 * losses[0]
-    assert re.search(r"compiled .* is too much for 24 MiB", done.stderr)
-    assert done.stderr.splitlines()[-1].endswith("fits 24 MiB")
+    return done
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

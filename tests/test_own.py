@@ -279,7 +279,7 @@ def test_train_and_predict_with_them(package):
 
     image = np.random.default_rng(0).integers(0, 4000, (20, 17, 5), np.uint16)
     np.save(package / "image.npy", image)
-    options = {"tile": 8, "range": None, "probabilities": False, "dtype": "float32"}
+    options = {"tile": 8, "level": None, "range": None, "probabilities": False, "dtype": "float32"}
     files = {"image": str(package / "image.npy"), "out": str(package / "mask.npy")}
     predict.run(types.SimpleNamespace(workdir=package / "run", **files, **options))
     trained = load_trained(package / "run")
