@@ -17,11 +17,11 @@ test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(STAMP)
 	$(PIP) --quiet --editable '.[dev,torch,zoo]'
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m ""
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m ""
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -99,9 +99,6 @@ def final(workdir: pathlib.Path):
     return (workdir / "metrics.jsonl").read_bytes(), arrays, best.step, kept, found.record
 
 
-pytestmark = pytest.mark.xdist_group("train")  # one worker makes the run that many tests start from
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("run")
