@@ -14,6 +14,7 @@ may not be used into a file of the form that cuDNN reads when `CUDNN_ERRATA_JSON
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -32,6 +33,8 @@ _HANDLE, _DATA_TYPE, _INT64, _FLOAT, _DOUBLE, _MODE, _NOTE, _DESCRIPTOR = 0, 1, 
 _NONDETERMINISTIC = 4  # a note
 _NOTES = 16  # more than there are
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 9}
+_SAMPLES = ((2, 64, 64), (2, 1, 1), (3, 32, 32), (2, 64, 1), (2, 64, 16), (3, 64, 1))
+"""Dimensions, channels of the image, and of the kernel: fewer of these are groups."""
 _GRADIENTS = {"ConvBwdFilter": (11, 712), "ConvBwdData": (12, 706)}  # descriptor, first attribute
 
 
@@ -109,40 +112,47 @@ class _Library:
         return {index: found.get(index, False) for index in range(last)}
 
     def _graphs(self, operation: str) -> Iterator[ctypes.c_void_p]:
-        """Small convolutions of every type, of images and volumes, of few and many channels."""
-        for name, (dimensions, channels) in itertools.product(_TYPES, ((2, 64), (2, 1), (3, 32))):
-            code, width = _TYPES[name], _DOUBLE if name == "float64" else _FLOAT
-            tensors = [
-                self._tensor(1, code, (64, channels, *(3,) * dimensions)),  # the kernel
-                self._tensor(2, code, (2, channels, *(16,) * dimensions)),  # the image
-                self._tensor(3, code, (2, 64, *(16,) * dimensions)),  # the result
-            ]
-            ones = (1,) * dimensions
-            computed = [_TYPES["float64" if name == "float64" else "float32"]]
-            convolution = self._descriptor(
-                _CONVOLUTION,
-                (100, _DATA_TYPE, ctypes.c_int, computed),
-                (101, _MODE, ctypes.c_int, [1]),
-                *((102 + i, _INT64, ctypes.c_int64, ones) for i in range(4)),
-                (106, _INT64, ctypes.c_int64, [dimensions]),
-            )
-            kind, first = _GRADIENTS[operation]
-            number = ctypes.c_double if width == _DOUBLE else ctypes.c_float
-            described = self._descriptor(
-                kind,
-                (first, width, number, [1]),
-                (first + 1, width, number, [0]),
-                (first + 2, _DESCRIPTOR, ctypes.c_void_p, [convolution]),
-                *(
-                    (first + 3 + i, _DESCRIPTOR, ctypes.c_void_p, [tensor])
-                    for i, tensor in enumerate(tensors)
-                ),
-            )
-            yield self._descriptor(
-                _GRAPH,
-                (800, _HANDLE, ctypes.c_void_p, [self.handle]),
-                (801, _DESCRIPTOR, ctypes.c_void_p, [described]),
-            )
+        """Small convolutions of every type; those that cuDNN does not know are left out."""
+        for name, sample in itertools.product(_TYPES, _SAMPLES):
+            with contextlib.suppress(CudnnError):
+                yield self._graph(operation, name, *sample)
+
+    def _graph(
+        self, operation: str, name: str, dimensions: int, channels: int, of_kernel: int
+    ) -> ctypes.c_void_p:
+        code, width = _TYPES[name], _DOUBLE if name == "float64" else _FLOAT
+        tensors = [
+            self._tensor(1, code, (64, of_kernel, *(3,) * dimensions)),  # the kernel
+            self._tensor(2, code, (2, channels, *(16,) * dimensions)),  # the image
+            self._tensor(3, code, (2, 64, *(16,) * dimensions)),  # the result
+        ]
+        ones = (1,) * dimensions
+        computed = [_TYPES["float64" if name == "float64" else "float32"]]
+        convolution = self._descriptor(
+            _CONVOLUTION,
+            (100, _DATA_TYPE, ctypes.c_int, computed),
+            (101, _MODE, ctypes.c_int, [1]),
+            *((102 + i, _INT64, ctypes.c_int64, ones) for i in range(4)),
+            (106, _INT64, ctypes.c_int64, [dimensions]),
+        )
+        kind, first = _GRADIENTS[operation]
+        number = ctypes.c_double if width == _DOUBLE else ctypes.c_float
+        described = self._descriptor(
+            kind,
+            (first, width, number, [1]),
+            (first + 1, width, number, [0]),
+            (first + 2, _DESCRIPTOR, ctypes.c_void_p, [convolution]),
+            *(
+                (first + 3 + i, _DESCRIPTOR, ctypes.c_void_p, [tensor])
+                for i, tensor in enumerate(tensors)
+            ),
+        )
+        made: ctypes.c_void_p = self._descriptor(
+            _GRAPH,
+            (800, _HANDLE, ctypes.c_void_p, [self.handle]),
+            (801, _DESCRIPTOR, ctypes.c_void_p, [described]),
+        )
+        return made
 
     def _tensor(self, number: int, code: int, shape: Sequence[int]) -> ctypes.c_void_p:
         """Channels last, as XLA lays images out on recent devices."""
