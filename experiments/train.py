@@ -82,30 +82,29 @@ def train(config: ConfigDict, path: str, *, profile: bool = False) -> int:
 
 def complete(run: Run, now: Now, profiler: Profiler) -> int:
     """Compile, and take all steps; where memory does not suffice, with a smaller budget."""
+    size, seed = run.config.train.batch_size, run.config.seed
     while True:
-        try:
-            run.compile(now)
-            run.take_up(now)
-            return take_steps(run, now, profiler)
-        except Replan as smaller:
-            now.hide()
-            print(smaller, flush=True)
+        start, lazy = run.done, run.on_disk
+        with data.Batches(run.train_set, size, seed, start, lazy=lazy) as batches:
+            try:
+                run.compile(now, batches)
+                run.take_up(now)
+                return take_steps(run, batches, now, profiler)
+            except Replan as smaller:
+                now.hide()
+                print(smaller, flush=True)
         run.restore(now)
 
 
-def take_steps(run: Run, now: Now, profiler: Profiler) -> int:
+def take_steps(run: Run, batches: data.Batches, now: Now, profiler: Profiler) -> int:
     """All steps that are left, or those before a signal. Returns the exit code."""
     config, folder = run.config, run.workdir.path
-    size = config.train.batch_size
-    clock = Clock(run.workdir, size, run.train_set.shape)
+    clock = Clock(run.workdir, config.train.batch_size, run.train_set.shape)
     boards = tensorboard(config, folder, run.done)
     with (
         OutOfMemory(run.step, run.budgets, run.done, run.policy),
         Noted() as signals,
         profiler,
-        data.Batches(
-            run.train_set, size, seed=config.seed, start=run.done, lazy=run.on_disk
-        ) as batches,
         Feed(batches, run.devices, [x.sharding for x in run.step.batch]) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):

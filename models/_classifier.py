@@ -1,8 +1,9 @@
-"""The classifier of AlexNet and VGG16, written as convolutions.
+"""The classifiers of AlexNet and VGG16.
 
-On the image size that the networks were made for, the first dense layer sees all positions at once.
-On a larger image it slides over them, and the logits are averaged. (torchvision averages the
-*features* down to that size instead. On the original size the two agree.)
+The original one is written as convolutions. On the image size that the networks were made for, the
+first dense layer sees all positions at once. On a larger image it slides over them, and the logits
+are averaged. (torchvision averages the *features* down to that size instead. On the original size
+the two agree.)
 """
 
 from __future__ import annotations
@@ -35,7 +36,19 @@ class Classifier(nnx.Module):
         return checkpoint_name(self.fc8(x).mean((1, 2)), "fc8")
 
 
-def check_labels(model: str, classifier: Classifier | None, labels: jax.Array | None) -> None:
+class PooledClassifier(nnx.Module):
+    """One dense layer on the mean of the features over all positions, as ResNet-50 has it."""
+
+    size = 1
+
+    def __init__(self, features: int, num_classes: int, *, rngs: nnx.Rngs, **types):
+        self.fc = nnx.Linear(features, num_classes, rngs=rngs, **types)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return checkpoint_name(self.fc(checkpoint_name(x.mean((1, 2)), "avgpool")), "fc")
+
+
+def check_labels(model: str, classifier: nnx.Module | None, labels: jax.Array | None) -> None:
     """Raise an error if a loss lacks its labels, or has labels and no classifier to compare."""
     if (classifier is None) != (labels is None):
         raise ValueError(

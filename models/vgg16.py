@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtile import nn, ops
 
-from ._classifier import Classifier, check_labels
+from ._classifier import Classifier, PooledClassifier, check_labels
 from ._sizes import check_image, check_size
 
 _BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
@@ -22,10 +22,12 @@ class VGG16(nnx.Module):
     """VGG16: 13 convolutions in five blocks.
 
     Names: `conv1_1` (after ReLU), `conv1_2`, `pool1`, and so on; `loss`. With a classifier also
-    `fc6`, `fc7`, `fc8`.
+    `fc6`, `fc7`, `fc8`; pooled, `avgpool` and `fc`.
 
     Args:
       num_classes: adds a classifier; see `models._classifier` for images larger than 224.
+      pooled: the classifier is one dense layer on the mean over all positions. On large images
+        the original one, which slides, takes as long as a third of the network, and more memory.
       in_channels: channels of the image.
       width: channels of the first convolution.
       dropout: rate in the classifier.
@@ -38,6 +40,7 @@ class VGG16(nnx.Module):
         self,
         num_classes: int | None = None,
         *,
+        pooled: bool = False,
         in_channels: int = 3,
         width: int = 64,
         dropout: float = 0.5,
@@ -52,9 +55,12 @@ class VGG16(nnx.Module):
                 conv = nn.Conv(n_in, n, (3, 3), kernel_init=nnx.initializers.he_normal(), **types)
                 setattr(self, f"conv{block}_{i}", conv)
                 n_in = n
-        self.classifier = (
-            None if num_classes is None else Classifier(n_in, 7, num_classes, dropout, **types)
-        )
+        if num_classes is None:
+            self.classifier = None
+        elif pooled:
+            self.classifier = PooledClassifier(n_in, num_classes, **types)
+        else:
+            self.classifier = Classifier(n_in, 7, num_classes, dropout, **types)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`pool5`; with `num_classes`, the logits."""

@@ -379,3 +379,14 @@ def test_nearest_sizes_are_right():
     alexnet = nnx.eval_shape(lambda: make("alexnet"))
     least = next(n for n in range(200) if alexnet._fits(n))
     assert output(alexnet, (1, least, least, 3)) == (1, 1, 1, 256)
+
+
+def test_vgg16_with_a_pooled_classifier():
+    model = models.VGG16(3, pooled=True, width=2, rngs=nnx.Rngs(0))
+    image = jax.random.normal(jax.random.key(0), (2, 64, 96, 3))
+    features = image
+    for block in range(1, 6):
+        features = model.block(features, block)
+    fc = model.classifier.fc
+    expected = features.mean((1, 2)) @ fc.kernel[...] + fc.bias[...]
+    np.testing.assert_allclose(model(image), expected, rtol=1e-5)

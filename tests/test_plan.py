@@ -647,6 +647,21 @@ def test_measured(tmp_path, monkeypatch):
     assert policies.Plan.from_json(found.as_json()) == found
 
 
+def test_few_steps_are_not_worth_a_comparison(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTILE_COSTS", str(tmp_path / "costs.json"))
+    BUILT_IN["cpu"].save(tmp_path / "costs.json")
+    lines: list[str] = []
+
+    def loss(x):
+        return (x**2).sum()
+
+    options = {"in_axes": 0, "budget": "1MiB", "measure": True, "progress": lines.append}
+    found = jaxtile.plan(loss, jnp.ones((8, 8)), steps=1, **options)
+    assert found.measured_seconds is None
+    assert any("not compared with others" in line for line in lines)
+    assert jaxtile.plan(loss, jnp.ones((8, 8)), **options).measured_seconds is not None
+
+
 def test_nothing_is_measured_on_a_device_that_is_not_here():
     with pytest.raises(ValueError, match="not here"):
         jaxtile.plan(jnp.sum, jnp.ones((4, 4)), in_axes=0, budget=1, device="GPU", measure=True)
@@ -669,3 +684,8 @@ def test_measured_times_are_used():
     assert forward.of(1 / 4) == pytest.approx(5e-3)
     assert forward.of(640 / 4096) == pytest.approx(3.5e-3)
     assert forward.of(0) == table.start
+    # From 2048 elements on, of 4 channels, it takes ten times as long; a share of them may not.
+    long = dataclasses.replace(table, long=(2048, 10.0)).durations(part.operation, part.sample)[0]
+    assert long.whole == pytest.approx(10 * forward.whole)
+    assert long.of(511 / 4096) == pytest.approx(forward.of(511 / 4096))
+    assert long.of(512 / 4096) == pytest.approx(10 * forward.of(512 / 4096))

@@ -88,13 +88,17 @@ class Batches:
     def __next__(self) -> Batch:
         if self._closed:
             raise ValueError("these batches are closed")
+        self.begin()
+        batch = self._made[0].batch()  # if it fails, it fails again the next time
+        self._made.popleft()
+        return batch
+
+    def begin(self) -> None:
+        """Begin to make those that are made ahead of time, if that has not begun."""
         while len(self._made) <= self._prefetch:
             make = _Lazily if self.lazy else _Made
             self._made.append(make(self, self._step, self._pool))
             self._step += 1
-        batch = self._made[0].batch()  # if it fails, it fails again the next time
-        self._made.popleft()
-        return batch
 
     def index(self, position: int) -> int:
         """Which example is at a position of the run."""

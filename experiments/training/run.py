@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 import policies
 
+from ..data import Batches
 from ..devices.hosts import Devices
 from ..measuring.profile import predicted
 from ..program.config import ConfigError
@@ -65,10 +66,18 @@ class Run:
             self.state = self.step.begun_with(weights)
             print(f"beginning with the weights of {self.config.start_from}{new}", flush=True)
 
-    def compile(self, now: Now) -> None:
-        """Choose the policy, and compile a step and an evaluation."""
+    def compile(self, now: Now, batches: Batches) -> None:
+        """Choose the policy, and compile a step and an evaluation while the first batches are made.
+
+        These have to wait for the plan, since it comes from measured times.
+        """
         with Refusal(), OutOfMemory(self.step, self.budgets, self.done):
-            self.program = self._from_disk() if self.on_disk else self._planned(now)
+            if not self.on_disk:
+                plan = self.workdir.path / "plan.json"
+                self.policy = choose_policy(self.step, self.budgets.policy, plan, now)
+            if self.done < self.total:
+                batches.begin()
+            self.program = self._from_disk() if self.on_disk else self._compiled(now)
             now("compiling the evaluation")
             self.evaluation = Evaluation(
                 self.step, self.eval_set, self.program.bytes, from_disk=self.on_disk
@@ -84,9 +93,7 @@ class Run:
     def on_disk(self) -> bool:
         return self.placement.where == "disk"
 
-    def _planned(self, now: Now) -> Program:
-        plan = self.workdir.path / "plan.json"
-        self.policy = choose_policy(self.step, self.budgets.policy, plan, now)
+    def _compiled(self, now: Now) -> Program:
         now("compiling the step")
         program = Program(self.step, self.policy)
         on_gpu = jax.default_backend() == "gpu"

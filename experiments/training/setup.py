@@ -170,7 +170,7 @@ def algorithms_chosen() -> str:
     """
     kept = pathlib.Path(jax.config.jax_compilation_cache_dir or "") / _ALGORITHMS
     with contextlib.suppress(OSError):
-        if number := len(os.listdir(kept)):
+        if number := sum(len(files) for _, _, files in os.walk(kept)):
             return f"{number} algorithms chosen"
     return ""
 

@@ -149,6 +149,7 @@ class Step:
                 # the fastest of three is chance, and two runs should do the same.
                 time_limit=60 if jax.process_count() == 1 else math.inf,
                 measure=jax.process_count() == 1 and jax.default_backend() != "cpu",
+                steps=self.learner.config.train.steps,
                 progress=progress,
             )
         except policies.BudgetError as error:

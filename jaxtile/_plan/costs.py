@@ -68,6 +68,9 @@ class Costs:
 
     applies_clamps: bool = False
     """Does a convolution apply a ReLU that follows it along the way?"""
+    long: tuple[int, float] = (2**63, 1.0)
+    """From so many elements of an array on, a convolution takes so many times as long: a library's
+    fast kernels count in 32 bits."""
     classes: Mapping[str, tuple[Timing, ...]] = dataclasses.field(default_factory=dict)
     """What was measured of convolutions and the like: by class, the fewest positions first."""
 
@@ -88,6 +91,8 @@ class Costs:
             counts = [t.positions for t in known]
             forward = self._measured(sample, counts, [t.forward for t in known])
             gradient = self._measured(sample, counts, [t.gradient for t in known])
+        if sample is not None and operation.kind == "convolution":
+            forward, gradient = (self._with_long(sample, d) for d in (forward, gradient))
         if sample is None or not sample.prepared:
             return forward, gradient
         before = 2 * sample.prepared / self.bandwidth  # about as much is read as is written
@@ -114,6 +119,24 @@ class Costs:
             [min(self.start, times[0]), *times, times[-1] * beyond / shares[-1]],
         )
         return Duration(float(np.interp(1.0, *line)), tuple(line[0]), tuple(line[1]))
+
+    def _with_long(self, sample: Sample, duration: Duration) -> Duration:
+        """Of a convolution, if a share of its positions can be too long an array."""
+        elements, factor = self.long
+        share = elements / max(
+            x.size for x in (*sample.equation.in_avals, *sample.equation.out_avals)
+        )
+        if share > duration.shares[-1]:
+            return duration
+        points = list(zip(duration.shares, duration.seconds, strict=True))
+        longest = float(duration.of(share))
+        points = [
+            *((s, t) for s, t in points if s < share),
+            (share * (1 - 1e-9), longest),
+            *((s, factor * t) for s, t in [(share, longest), *points] if s >= share),
+        ]
+        whole = duration.whole * (factor if share <= 1 else 1)
+        return Duration(whole, *(tuple(x) for x in zip(*points, strict=True)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         file = pathlib.Path(path)
@@ -165,6 +188,7 @@ BUILT_IN = {
         tile=1.11,
         backward={"convolution": 2.5, "contraction": 2.0, "max_pool": 2.2, "other": 1.7},
         applies_clamps=True,
+        long=(2**31, 10.0),  # without tensor cores: 60 TFLOP/s in float32
         # Of the benchmark's models. Shorter calls than 100 us are left out: starting them was part
         # of what was measured.
         classes=_timings(json.loads((pathlib.Path(__file__).parent / "h200.json").read_text())),

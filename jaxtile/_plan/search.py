@@ -48,6 +48,7 @@ _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
+_COMPARING = 0.05  # of the time of all steps: what finding the fastest schedule may take
 _KINDS = ("solver", "descent", "catalogue")  # of schedules, by where they come from
 
 
@@ -70,6 +71,8 @@ class Terms:
     """Of a device that is not there; None: the device is here."""
     measure: bool = False
     """May schedules be run, to see which is the fastest?"""
+    steps: float = math.inf
+    """That will be taken, which says how long such a comparison may last."""
     time_limit: float = TIME_LIMIT
     progress: Callable[[str], None] | None = None
 
@@ -99,6 +102,7 @@ class Search:
         self.lowered: dict[Candidate, Any] = {}
         self.compiled: dict[Candidate, Any] = {}
         """As they will run."""
+        self.tuning = 0.0  # seconds of the last such compilation
         self._smallest: Candidate | None = None
 
     def run(self) -> Plan:
@@ -122,7 +126,16 @@ class Search:
                 raise self._too_small(total)
 
     def _raced(self, chosen: Candidate) -> Plan:
-        """The fastest of a few schedules that fit, as they run."""
+        """The fastest of a few schedules that fit, as they run; `chosen` alone, if the steps that
+        will be taken are too few for a comparison to pay.
+        """
+        all_steps = self.terms.steps * chosen.seconds
+        if self.tuning > _COMPARING * all_steps:
+            self.say(
+                f"plan: not compared with others: compiling one takes {self.tuning:.0f} s, and "
+                f"all steps about {all_steps:.0f} s"
+            )
+            return self._plan(chosen, self.trials[chosen].total)
         began, rivals = time.perf_counter(), [chosen]
         allowed = dict.fromkeys(_KINDS, chosen.peak)
         for rival in sorted(self.candidates(allowed), key=lambda c: c.seconds)[:_RUN]:
@@ -132,6 +145,9 @@ class Search:
         rivals += sorted((c for c in fits if c != chosen), key=lambda c: c.seconds)
         times: dict[Candidate, float] = {}
         for rival in rivals[:_RUN]:
+            spent = time.perf_counter() - began
+            if times and spent + self.tuning > _COMPARING * all_steps:
+                break
             if rival not in self.compiled:
                 self._try(rival, as_it_runs=True)
             if self.trials[rival].total > self.budget:
@@ -218,7 +234,9 @@ class Search:
             f"{began - self.began:.1f} s; compiling" + (" as it will run" if as_it_runs else "")
         )
         if as_it_runs:
+            begun = time.perf_counter()
             self.compiled[candidate] = lowered.compile()
+            self.tuning = time.perf_counter() - begun
             found = Bytes.of(self.compiled[candidate])
         else:
             found = compiled_bytes(lowered, self.terms.platform)
