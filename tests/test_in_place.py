@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 from jaxtile._run import loop
-from jaxtile._run.recompute import barriers_are_removed
+from jaxtile._run.ordering import barriers_are_removed
 from jaxtile.policy import Choice
 
 from .support import assert_close, conv, normal, parametrize_few

@@ -1,6 +1,6 @@
 """The steps of a streamed function: passes over the tiles of a region, and equations between them.
 
-Both run forwards and backwards. What a tile computes, in both directions, is what `_run.loop` says;
+Both run forwards and backwards. What a tile computes, in both directions, is what `_run.tile` says;
 only the loop is here, on the host: it reads the windows of a tile, hands them to the device, and
 writes what comes back, or adds it to what other tiles have found.
 """
@@ -21,9 +21,10 @@ from .._regions.regions import Region, Schedule
 from .._regions.stages import RunStage
 from .._regions.tile import at, lookup
 from .._rules.reductions import accumulation_dtype
-from .._run.alike import equal, positions, replaces, zero
-from .._run.loop import Loop, Slots, add, reducer
-from .._run.recompute import Wanted, added, partly, select, zero_cotangent
+from .._run.alike import equal, order, positions, replaces, zero
+from .._run.arrays import Wanted, added, cotangent_of, pulled, select
+from .._run.slots import Slots, add
+from .._run.tile import Tile, reducer
 from .ends import Sink, Source, Store, all_of, slices
 
 Share = tuple[jax.Array, ...]
@@ -109,14 +110,8 @@ class Globals:
     def _pull(
         self, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
     ) -> list[jax.Array]:
-        function, primals = partly(self._evaluate, (arrays,), (self.wanted,))
-        results, pull = jax.vjp(function, *primals)
-        found: list[jax.Array] = pull(
-            [
-                zero_cotangent(x) if c is None else c.astype(x.dtype)
-                for x, c in zip(results, cotangents, strict=True)
-            ]
-        )[0]
+        results, pull = pulled(self._evaluate, (arrays,), (self.wanted,))
+        found: list[jax.Array] = pull(list(map(cotangent_of, results, cotangents)))[0]
         return found
 
 
@@ -124,8 +119,8 @@ class Pass:
     """A region whose loop runs on the host: all its tiles, one after the other."""
 
     def __init__(self, region: Region, run_stage: RunStage, active: Active):
-        self.region, self.loop = region, Loop(region, run_stage)
-        self.back = self.loop if region.again is None else Loop(region.again, run_stage)
+        self.region, self.tile = region, Tile(region, run_stage)
+        self.back = self.tile if region.again is None else Tile(region.again, run_stage)
         again = self.back.region
         n, m = len(region.inputs), len(region.globals)
         self.wanted: Wanted = (
@@ -150,7 +145,7 @@ class Pass:
         inputs, targets = self.region.inputs, self.region.targets
         sources = [held.by_window.get(v.array) for v in inputs]
         whole = [held.array(v) for v in inputs], [held.whole(v) for v in self.region.globals]
-        rows, once = self.loop.rows, Once(self, self.loop)
+        rows, once = self.tile.rows, Once(self, self.tile)
         states: list[Any] = [r.start() if r else None for r in self.reductions]
         shares: list[Share] = []
         remembered: list[Any] = [None for _ in rows]
@@ -161,7 +156,7 @@ class Pass:
             return [], []
 
         def read(i: int) -> Any:
-            return _windows(sources, self.loop.input_slots, rows[i])
+            return _windows(sources, self.tile.input_slots, rows[i])
 
         def compute(i: int, windows: Any) -> Any:
             nonlocal states, shares
@@ -177,7 +172,7 @@ class Pass:
             remembered[i] = jax.device_get(found[1])
             self._write(rows[i], found[0], sinks)
 
-        once.prepare(self._found, (_shapes(inputs, sources, self.loop.input_slots), whole))
+        once.prepare(self._found, (_shapes(inputs, sources, self.tile.input_slots), whole))
         _run([i for i in once.order if i in missing], read, compute, write, tick)
         for target, reduction, share in zip(targets, self.reductions, shares, strict=True):
             if reduction or target.result not in sinks:
@@ -198,11 +193,11 @@ class Pass:
         Each input of the region is one of the `windows`, or a whole array on the device.
         """
         row, (arrays, globals_) = list(row), whole
-        inputs = _filled(windows, self.loop.windows(arrays, row))
+        inputs = _filled(windows, self.tile.windows(arrays, row))
         wanted = None
         if self.differentiated:
             wanted = self.wanted[0][: len(inputs)], self.wanted[1][: len(globals_)]
-        found = self.loop.shares(inputs, globals_, row, wanted)
+        found = self.tile.shares(inputs, globals_, row, wanted)
         reductions = zip(self.reductions, found, strict=True)
         notes = [r.remember(s) for r, s in reductions if r is not None and self.differentiated]
         return found, notes
@@ -212,7 +207,7 @@ class Pass:
     ) -> tuple[list[Share], list[Share]]:
         """Per target its tile, or the state of a reduction with one more tile; and the notes."""
         shares = [
-            share if state is None else self.loop.merged(k, state, share, list(row))
+            share if state is None else self.tile.merged(k, state, share, list(row))
             for k, (state, share) in enumerate(zip(states, found, strict=True))
         ]
         return shares, notes
@@ -231,8 +226,8 @@ class Pass:
 
     def _place(self, k: int, row: Any) -> tuple[slice, ...]:
         """Where the part of a target lies that belongs to this tile and no other."""
-        place = list(slices(self.loop.result_slots[k], row))
-        for d, slot in self.loop.ownership[self.region.targets[k].value]:
+        place = list(slices(self.tile.result_slots[k], row))
+        for d, slot in self.tile.ownership[self.region.targets[k].value]:
             place[d] = slice(place[d].start, place[d].start + int(at(slot, row)))
         return tuple(place)
 
@@ -240,12 +235,12 @@ class Pass:
         """The tiles that have to be computed: all but those whose results are there already."""
         places = [sinks.get(t.result, ()) for t in self.region.targets]
         if not all(places) or any(self.reductions):
-            return set(range(len(self.loop.rows)))
+            return set(range(len(self.tile.rows)))
 
         def there(row: Any) -> bool:
             return all(s.has(self._place(k, row)) for k, found in enumerate(places) for s in found)
 
-        return {i for i, row in enumerate(self.loop.rows) if not there(row)}
+        return {i for i, row in enumerate(self.tile.rows) if not there(row)}
 
     def backward(
         self,
@@ -259,7 +254,7 @@ class Pass:
 
         `store` makes room for the cotangents of a value that is read by window.
         """
-        region, loop = self.back.region, self.back
+        region, tile = self.back.region, self.back
         results, inputs = region.results, region.inputs
         sources = [held.by_window.get(v.array) for v in inputs]
         given = [cotangents.by_window.get(v) for v in results]
@@ -271,13 +266,13 @@ class Pass:
         )
         into = self._into(held, cotangents, store)
         carry = self._zeros(into, whole[1])
-        rows, once = loop.rows, Once(self, loop)
+        rows, once = tile.rows, Once(self, tile)
         nothing = once.skips and bool(zero(whole[2]))
 
         def read(i: int) -> Any:
             return (
-                _windows(sources, loop.input_slots, rows[i]),
-                _windows(given, loop.result_slots, rows[i]),
+                _windows(sources, tile.input_slots, rows[i]),
+                _windows(given, tile.result_slots, rows[i]),
             )
 
         def compute(i: int, windows: Any) -> Any:
@@ -297,11 +292,11 @@ class Pass:
         def write(i: int, found: Any) -> None:
             for k, x in enumerate(found):
                 if (target := into[k]) is not None:
-                    target.add(slices(loop.input_slots[k], rows[i]), np.asarray(x))
+                    target.add(slices(tile.input_slots[k], rows[i]), np.asarray(x))
 
         shapes = (
-            _shapes(inputs, sources, loop.input_slots),
-            _shapes(results, given, loop.result_slots),
+            _shapes(inputs, sources, tile.input_slots),
+            _shapes(results, given, tile.result_slots),
         )
         once.prepare(self._pulled, (shapes, whole, kept[1][0]))
         _run(once.order, read, compute, write, tick)
@@ -342,16 +337,16 @@ class Pass:
 
     def _pulled(self, windows: Any, whole: Any, note: Any, row: Any) -> Any:
         """The cotangents of the wanted inputs' windows, and of the wanted globals."""
-        row, loop = list(row), self.back
+        row, tile = list(row), self.back
         (tiles, given), (arrays, globals_, cotangents, states) = windows, whole
-        inputs = _filled(tiles, loop.windows(arrays, row))
-        given = added(given, loop.result_windows(cotangents, row))
+        inputs = _filled(tiles, tile.windows(arrays, row))
+        given = added(given, tile.result_windows(cotangents, row))
         given = [
             None if c is None else c.astype(t.result.aval.dtype)
-            for c, t in zip(given, loop.region.targets, strict=True)
+            for c, t in zip(given, tile.region.targets, strict=True)
         ]
-        values, pull = loop.tile(inputs, globals_, self.wanted, row)
-        return pull(loop.cotangent_shares(values, states, note, given, row))
+        values, pull = tile.pullback(inputs, globals_, self.wanted, row)
+        return pull(tile.cotangent_shares(values, states, note, given, row))
 
     def _add(self, carry: Any, pulled: Any, row: Any) -> Any:
         """The sums with one more tile, and the cotangents of its windows."""
@@ -366,12 +361,12 @@ class Pass:
 
 
 class Once:
-    """Computes tiles that read the same once, on the host, as `Work.skipping` does in a loop."""
+    """Computes tiles that read the same once, on the host, as `Work.skipping` does in a tile."""
 
-    def __init__(self, owner: Pass, loop: Loop):
-        self.owner, self.loop = owner, loop
-        self.skips = loop.region.skips and len(loop.rows) > 1
-        self.order: Sequence[int] = range(len(loop.rows))
+    def __init__(self, owner: Pass, tile: Tile):
+        self.owner, self.tile = owner, tile
+        self.skips = tile.region.skips and len(tile.rows) > 1
+        self.order: Sequence[int] = range(len(tile.rows))
         self.columns: list[int] = []
         self.key: Any = None
         self.results: Any = None
@@ -390,16 +385,16 @@ class Once:
             return [], compute(*jax.tree.map(array, given), row)
 
         if self.skips:
-            self.columns, _ = positions(run, list(self.loop.rows[0]))
-            self.order = [int(i) for i in self.loop.order(self.columns)]
+            self.columns, _ = positions(run, list(self.tile.rows[0]))
+            self.order = [int(i) for i in order(self.tile.rows, self.columns)]
 
     def __call__(self, i: int, read: Any, compute: Callable[[], Any]) -> Any:
         """What tile `i`, which has read this, computes."""
-        key = read, self.loop.rows[i][self.columns]
+        key = read, self.tile.rows[i][self.columns]
         if self.key is not None and equal(key, self.key):
             self.owner.skipped += 1
             return self.results
-        results, blank = compute(), self.loop.blank(read[0])
+        results, blank = compute(), self.tile.blank(read[0])
         same_positions = self.key is not None and equal(key[1], self.key[1])
         if replaces(blank, self.constant, same_positions):
             self.key, self.results, self.constant = key, results, blank

@@ -135,9 +135,9 @@ class Program:
         """In what the cotangents of each array are added up: the widest that a reader asks for."""
         found: dict[Value, Any] = {}
         for step in self.passes:
-            loop = step.back
-            for value, slots in zip(loop.region.inputs, loop.input_slots, strict=True):
-                dtype = loop.sum_dtype(value, slots, loop.region.tiles)
+            tile = step.back
+            for value, slots in zip(tile.region.inputs, tile.input_slots, strict=True):
+                dtype = tile.sum_dtype(value, slots, tile.region.tiles)
                 found[value.array] = jnp.promote_types(found.get(value.array, dtype), dtype)
         return found
 
