@@ -11,7 +11,8 @@ import jax
 
 from . import _derivatives as _derivatives  # enters its rules into the table
 from ._errors import TilingError
-from ._graph.build import Policy, build
+from ._graph.build import build
+from ._graph.nodes import Policy
 from ._graph.static import shown
 from ._graph.trace import Traced, inside, only_arrays, trace
 from ._graph.values import Graph, Storage
