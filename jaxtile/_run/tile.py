@@ -23,8 +23,8 @@ from .._regions.stages import Program, RunStage, stage_runner
 from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Share, Windows
+from .._rules.accumulation import masked
 from .._rules.reductions import accumulation_dtype
-from .._rules.registry import masked
 from .alike import nearly_constant
 from .arrays import (
     Array,
