@@ -111,7 +111,7 @@ def decided(
     """The graph, what of it the policy stores, and on which grids it is computed."""
     policy, tiles = options.policy, options.tiles
     if not isinstance(policy, GraphPolicy):
-        graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
+        graph = build(traced, policy)
         return graph, graph.stored, tiles
     view, values, graph = outlined(traced)
     try:

@@ -37,7 +37,7 @@ class Results:
         convs = [p.name for p in outline.parts if p.operation.kind == "convolution"]
         states = self.states.ljust(len(convs), self.states[-1])
         chosen = {
-            name: base._replace(passing=state == "p", restored=state == "r")
+            name: base._replace(place={"p": "passing", "r": "restored"}.get(state, "device"))
             for name, state in zip(convs, states, strict=True)
         }
         return chosen | {...: base}

@@ -8,38 +8,42 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._rules import Axes
+from .._rules import Axes, untiled
 from .clamps import ask_results
-from .inline import plain_call
+from .inline import any_call, plain_call
 from .nodes import Policy
-from .values import Graph, Value
-from .walk import Walk, known
+from .trace import Traced
+from .values import Graph
+from .walk import Walk, arguments, known
 
 
 def build(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    in_axes: Sequence[Axes],
+    traced: Traced,
     policy: Policy | None = None,
     look_through: Callable[[Any], Any] = plain_call,
-    names: Sequence[str] | None = None,
 ) -> Graph:
-    """The graph of a jaxpr whose arguments carry `in_axes`.
+    """The graph of a traced function; its outputs are stored.
 
-    `look_through`: the jaxpr that an equation calls, if it is to be inlined. `names`: what the
-    function calls its arguments.
+    `look_through`: the jaxpr that an equation calls, if it is to be inlined.
     """
-    return _graph(Walk(policy, look_through), jaxpr, consts, in_axes, names)
+    return _graph(Walk(policy, look_through), traced, traced.in_axes, traced.names)
 
 
-def build_storing(
-    jaxpr: Any, consts: Sequence[Any], in_axes: Sequence[Axes], names: Sequence[str]
-) -> Graph:
-    """The graph of a jaxpr in which it is no error that an equation cannot be tiled.
+def build_storing(traced: Traced) -> Graph:
+    """The graph of a traced function in which it is no error that an equation cannot be tiled.
 
     Its operands are stored, and it runs once, on whole arrays.
     """
-    return _graph(Walk(store_mixed=True), jaxpr, consts, in_axes, names)
+    return _graph(Walk(store_mixed=True), traced, traced.in_axes, traced.names)
+
+
+def build_untiled(closed: Any, names: Sequence[str | None] | None = None) -> Graph:
+    """The graph of a jaxpr in which nothing is tiled, to count what is in it.
+
+    `names`: what the function calls its arguments.
+    """
+    in_axes = [untiled(v.aval) for v in closed.jaxpr.invars]
+    return _graph(Walk(look_through=any_call), closed, in_axes, names or [None] * len(in_axes))
 
 
 def build_inside(
@@ -60,23 +64,11 @@ def build_inside(
     return graph
 
 
-def _graph(
-    walk: Walk,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    in_axes: Sequence[Axes],
-    names: Sequence[str] | None,
-) -> Graph:
-    """What a walk makes of a jaxpr; its outputs are stored."""
-    known_as: Sequence[str | None] = names or [None] * len(jaxpr.invars)
-    arguments = [
-        Value(var.aval, axes, name=name)
-        for var, axes, name in zip(jaxpr.invars, in_axes, known_as, strict=True)
-    ]
-    outputs = [walk.merged(v) for v in walk.walk(jaxpr, known(consts), arguments)]
-    nodes = walk.nodes
+def _graph(walk: Walk, closed: Any, in_axes: Sequence[Axes], names: Sequence[str | None]) -> Graph:
+    inputs, nodes = arguments(closed.jaxpr, in_axes, names), walk.nodes
+    outputs = [walk.merged(v) for v in walk.walk(closed.jaxpr, known(closed.consts), inputs)]
     for value in outputs:
         nodes.stored.setdefault(value.array, "device")
     for node in ask_results(nodes.list):
         nodes.classify(node)
-    return Graph(arguments, outputs, nodes.list, nodes.stored)
+    return Graph(inputs, outputs, nodes.list, nodes.stored)

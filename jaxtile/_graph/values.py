@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _rules as rules
@@ -153,6 +154,14 @@ class Graph:
     nodes: list[Node]
     stored: Storage = dataclasses.field(default_factory=dict)
     """Outputs, what the policy stores, and operands of what cannot run in tiles."""
+
+    def dependent(self, values: Iterable[Value]) -> set[Value]:
+        """These values, and all that have derivatives with respect to one of them."""
+        found = {*values}
+        for node in self.nodes:
+            if any(v.array in found for v in node.inputs):
+                found |= {v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+        return found
 
     @functools.cached_property
     def readers(self) -> dict[Value, list[Node]]:

@@ -58,12 +58,11 @@ class Walk:
 
     def inside(self, closed: Any, in_axes: Sequence[Axes]) -> Graph:
         """The graph of a jaxpr that is evaluated inside a tile."""
-        variables = closed.jaxpr.invars
-        arguments = [Value(v.aval, axes) for v, axes in zip(variables, in_axes, strict=True)]
-        outputs = self.walk(closed.jaxpr, known(closed.consts), arguments)
+        inputs = arguments(closed.jaxpr, in_axes, [None] * len(in_axes))
+        outputs = self.walk(closed.jaxpr, known(closed.consts), inputs)
         if any(isinstance(v, Joint) for v in outputs):
             raise Mixes("it merges tiled dimensions")
-        return Graph(arguments, outputs, self.nodes.list)
+        return Graph(inputs, outputs, self.nodes.list)
 
     def walk(
         self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]
@@ -356,6 +355,11 @@ def _without_elements(value: Value) -> Value:
     return Value(
         value.aval, untiled(value.aval), known=np.zeros(value.aval.shape, value.aval.dtype)
     )
+
+
+def arguments(jaxpr: Any, in_axes: Sequence[Axes], names: Sequence[str | None]) -> list[Value]:
+    found = zip(jaxpr.invars, in_axes, names, strict=True)
+    return [Value(var.aval, axes, name=name) for var, axes, name in found]
 
 
 def known(consts: Sequence[Any]) -> list[Value]:
