@@ -13,8 +13,8 @@ from .clamps import ask_results
 from .inline import any_call, plain_call
 from .nodes import Policy
 from .trace import Traced
-from .values import Graph
-from .walk import Walk, arguments, known
+from .values import Graph, known
+from .walk import Walk, arguments
 
 
 def build(

@@ -173,6 +173,11 @@ class Graph:
         return found
 
 
+def known(consts: Sequence[Any]) -> list[Value]:
+    """The constants of a jaxpr."""
+    return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
+
+
 def constant(value: Value) -> np.ndarray | None:
     """The value as a NumPy array, if it depends on no argument of the function; computed when first
     asked for.

@@ -26,7 +26,8 @@ from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
 from .lookup import at_own_position
 from .nodes import Nodes, Policy, constants
 from .refusal import refuse
-from .values import Graph, Node, Value, constant, is_held
+from .scans import unrolled
+from .values import Graph, Node, Value, constant, is_held, known
 
 _BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
 """Work whose results are about as large as its operands; contractions with such results, too."""
@@ -107,7 +108,7 @@ class Walk:
             equation = self._described(eqn, inputs)
             return self.nodes.add(equation, inputs, [untiled(a) for a in equation.out_avals])
         if name == "scan":
-            return self._unroll(eqn, inputs)
+            return unrolled(eqn, inputs, self)
         if name == "cond":
             return self._branch(eqn, rule, inputs)
         if rule is not None and rule.apart and len(inputs) > 1:
@@ -239,7 +240,7 @@ class Walk:
         if node is None or value.tiled or node.equation.primitive.name != "broadcast_in_dim":
             return value
         again = broadcast_to(node.equation, groups)
-        return value if again is None else self._call(again, node.inputs)
+        return value if again is None else self.call(again, node.inputs)
 
     def _settled(self, eqn: Any, inputs: Sequence[Value], value: Value) -> Value:
         """A joint array, merged: whole, if it is stored; otherwise its reader is refused."""
@@ -252,7 +253,7 @@ class Walk:
             reason = "it mixes positions that `reshape` merged into one dimension"
             advice = "do it before the `reshape`"
             raise self._refusal(self._described(eqn, inputs), Mixes(reason, advice)) from None
-        return self._call(lambda x: lax.reshape(x, value.aval.shape), [whole])
+        return self.call(lambda x: lax.reshape(x, value.aval.shape), [whole])
 
     def merged(self, value: Value) -> Value:
         """An output, as a whole array."""
@@ -260,7 +261,7 @@ class Walk:
             return value
         self.nodes.store_whole([value.value])
         whole = self.nodes.view(value.value, untiled(value.value.aval))
-        return self._call(lambda x: lax.reshape(x, value.aval.shape), [whole])
+        return self.call(lambda x: lax.reshape(x, value.aval.shape), [whole])
 
     def _restated(
         self, eqn: Any, function: Callable[..., Any], inputs: Sequence[Value]
@@ -279,38 +280,6 @@ class Walk:
             alone = eqn.replace(invars=[read], outvars=[made], params=params)
             outputs += self._equation(alone, [value])
         return outputs
-
-    def _unroll(self, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
-        """A `scan` over tiled values (equal layers, say), one iteration after the other."""
-        params, body = eqn.params, eqn.params["jaxpr"]
-        if "ft_in" in params:  # from jax 0.12 on
-            n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
-        else:
-            n_consts, n_carry = params["num_consts"], params["num_carry"]
-        consts, carry, xs = (
-            inputs[:n_consts],
-            inputs[n_consts : n_consts + n_carry],
-            inputs[n_consts + n_carry :],
-        )
-        steps = range(params["length"])
-        collected: list[list[Value]] = []
-        for i in reversed(steps) if params["reverse"] else steps:
-            items = [self._call(lambda x, i=i: x[i], [x]) for x in xs]
-            out = self.walk(body.jaxpr, known(body.consts), [*consts, *carry, *items])
-            carry = out[:n_carry]
-            collected.append(out[n_carry:])
-        if params["reverse"]:
-            collected.reverse()
-        stacked = [
-            self._call(
-                lambda *parts, aval=var.aval: (
-                    jax.numpy.stack(parts) if parts else jax.numpy.zeros(aval.shape, aval.dtype)
-                ),
-                parts,
-            )
-            for var, *parts in zip(eqn.outvars[n_carry:], *collected, strict=True)
-        ]
-        return [*carry, *stacked]
 
     def _branch(
         self, eqn: Any, rule: rules.Rule | None, inputs: Sequence[Value]
@@ -342,7 +311,7 @@ class Walk:
         saved = named and self.nodes.decision(node.equation) is not None
         return not self._parted and (saved or mixes(node))
 
-    def _call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value:
+    def call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value:
         return self._calls(fun, inputs)[0]
 
     def _calls(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
@@ -360,7 +329,3 @@ def _without_elements(value: Value) -> Value:
 def arguments(jaxpr: Any, in_axes: Sequence[Axes], names: Sequence[str | None]) -> list[Value]:
     found = zip(jaxpr.invars, in_axes, names, strict=True)
     return [Value(var.aval, axes, name=name) for var, axes, name in found]
-
-
-def known(consts: Sequence[Any]) -> list[Value]:
-    return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
