@@ -40,7 +40,7 @@ class Blocks:
 
     def __init__(self, grid, state):
         self.base = Choice(grid)
-        self.ends = self.base._replace(**({state: True} if state else {}))
+        self.ends = self.base._replace(place=state or "device")
 
     def choose(self, outline):
         names = [p.name for p in outline.parts]
