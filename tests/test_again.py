@@ -236,6 +236,25 @@ def test_what_cannot_pass_is_kept():
     assert_close(loss(tiled(Results((3, 2), "pr"), fun)), loss(fun))
 
 
+@pytest.mark.parametrize("grid", [(3, 2), "whole"])
+def test_beside_what_is_restored_a_value_may_change(grid):
+    """The regions that are run again compute what they are when they are differentiated."""
+
+    @jax.custom_vjp
+    def rounded(x):
+        return x
+
+    rounded.defvjp(lambda x: (jnp.round(4 * x) / 4, None), lambda _, c: (c,))
+
+    def fun(params, x):
+        restored = jnp.tanh(conv(x, params[0][0]))
+        return jnp.mean(restored * conv(rounded(x), params[0][0]) ** 3)
+
+    args = arguments(layers=1)
+    step = jax.jit(jax.value_and_grad(tiled(Results(grid, "rk"), fun), (0, 1)))
+    assert_close(step(*args), jax.jit(jax.value_and_grad(fun, (0, 1)))(*args))
+
+
 def test_effects_happen_once(capfd):
     def fun(params, x):
         first = conv(x, params[0][0])
