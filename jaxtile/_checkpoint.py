@@ -10,7 +10,7 @@ import jax
 
 from ._errors import TilingError, check_callable
 from ._explain import Explanation, report
-from ._graph.build import Policy
+from ._graph.nodes import Policy
 from ._graph.trace import Traced
 from ._plan.planner import Budget
 from ._regions.grid import Tiles

@@ -11,7 +11,8 @@ import jax
 
 from . import _derivatives as _derivatives  # enters its rules into the table
 from ._errors import TilingError
-from ._graph.build import Policy, build
+from ._graph.build import build
+from ._graph.nodes import Policy
 from ._graph.static import shown
 from ._graph.trace import Traced, inside, only_arrays, trace
 from ._graph.values import Graph, Storage
@@ -110,7 +111,7 @@ def decided(
     """The graph, what of it the policy stores, and on which grids it is computed."""
     policy, tiles = options.policy, options.tiles
     if not isinstance(policy, GraphPolicy):
-        graph = build(traced.jaxpr, traced.consts, traced.in_axes, policy, names=traced.names)
+        graph = build(traced, policy)
         return graph, graph.stored, tiles
     view, values, graph = outlined(traced)
     try:

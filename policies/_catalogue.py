@@ -15,7 +15,7 @@ from typing import Final
 
 from jaxtile._amounts import parse_bytes
 from jaxtile._plan.planner import Budget
-from jaxtile.policy import Choice, Choices, Decide, Outline, register
+from jaxtile.policy import Choice, Choices, Decide, Outline, Place, register
 
 from ._lower_sets import (
     ForwardGraph,
@@ -30,9 +30,9 @@ WHOLE: Final = "whole"
 _MOST_LOWER_SETS = 2000
 
 
-def storing(stored: Collection[str], *, offload: bool = False) -> Choices:
+def storing(stored: Collection[str], place: Place = "device") -> Choices:
     """Store these results, recompute everything else whole."""
-    return {**{name: Choice(WHOLE, offload) for name in stored}, ...: Choice(WHOLE)}
+    return {**{name: Choice(WHOLE, place) for name in stored}, ...: Choice(WHOLE)}
 
 
 @register("store_all", "", "plain JAX: nothing is recomputed")
@@ -110,7 +110,7 @@ def _names(argument: str) -> Decide:
 
 @register("offload", "a,b,...", "the results with these names, kept in host memory meanwhile")
 def _offload(argument: str) -> Decide:
-    return lambda outline: storing(_known(outline, argument), offload=True)
+    return lambda outline: storing(_known(outline, argument), "host")
 
 
 @register("budget", "BYTES", "the planner: the fastest schedule whose compiled step fits BYTES")
@@ -129,7 +129,7 @@ def _passing(argument: str) -> Decide:
 
     def decide(outline: Outline) -> Choices:
         choice = choice_for(outline)
-        return {**dict.fromkeys(_worked(outline), choice._replace(passing=True)), ...: choice}
+        return {**dict.fromkeys(_worked(outline), choice._replace(place="passing")), ...: choice}
 
     return decide
 

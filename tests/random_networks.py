@@ -296,13 +296,10 @@ class RandomPolicy:
         def choice(lengths) -> jaxtile.policy.Choice:
             grid = tuple(chance.randint(1, max(1, min(5, n))) for n in lengths)
             fewer = tuple(chance.randint(1, n) for n in grid)
-            return jaxtile.policy.Choice(
-                chance.choice([None, "whole", grid, grid]),
-                offload=chance.random() < 0.2,
-                passing=chance.random() < 0.4,
-                restored=chance.random() < 0.3,
-                forward=chance.choice([None, fewer]),
-            )
+            spec, place = chance.choice([None, "whole", grid, grid]), "device"
+            for other, often in (("host", 0.2), ("passing", 0.4), ("restored", 0.3)):
+                place = other if chance.random() < often else place
+            return jaxtile.policy.Choice(spec, place, forward=chance.choice([None, fewer]))
 
         smallest = [
             min(n) for n in zip(*(p.lengths for p in outline.parts if p.tiled), strict=True)

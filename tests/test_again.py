@@ -37,7 +37,7 @@ class Results:
         convs = [p.name for p in outline.parts if p.operation.kind == "convolution"]
         states = self.states.ljust(len(convs), self.states[-1])
         chosen = {
-            name: base._replace(passing=state == "p", restored=state == "r")
+            name: base._replace(place={"p": "passing", "r": "restored"}.get(state, "device"))
             for name, state in zip(convs, states, strict=True)
         }
         return chosen | {...: base}
@@ -234,6 +234,25 @@ def test_what_cannot_pass_is_kept():
         return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(fun(*a)[0] ** 2) + fun(*a)[1]))(*args)
 
     assert_close(loss(tiled(Results((3, 2), "pr"), fun)), loss(fun))
+
+
+@pytest.mark.parametrize("grid", [(3, 2), "whole"])
+def test_beside_what_is_restored_a_value_may_change(grid):
+    """The regions that are run again compute what they are when they are differentiated."""
+
+    @jax.custom_vjp
+    def rounded(x):
+        return x
+
+    rounded.defvjp(lambda x: (jnp.round(4 * x) / 4, None), lambda _, c: (c,))
+
+    def fun(params, x):
+        restored = jnp.tanh(conv(x, params[0][0]))
+        return jnp.mean(restored * conv(rounded(x), params[0][0]) ** 3)
+
+    args = arguments(layers=1)
+    step = jax.jit(jax.value_and_grad(tiled(Results(grid, "rk"), fun), (0, 1)))
+    assert_close(step(*args), jax.jit(jax.value_and_grad(fun, (0, 1)))(*args))
 
 
 def test_effects_happen_once(capfd):

@@ -65,7 +65,7 @@ def arguments(dtype="float64"):
 
 def primitives(loss, kernels, x):
     traced = trace(loss, (kernels, x), {}, AXES)
-    nodes = build(traced.jaxpr, traced.consts, traced.in_axes).nodes
+    nodes = build(traced).nodes
     return [node.equation.primitive.name for node in nodes]
 
 

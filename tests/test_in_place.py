@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 from jaxtile._run import loop
-from jaxtile._run.recompute import barriers_are_removed
+from jaxtile._run.ordering import barriers_are_removed
 from jaxtile.policy import Choice
 
 from .support import assert_close, conv, normal, parametrize_few
@@ -40,7 +40,7 @@ class Blocks:
 
     def __init__(self, grid, state):
         self.base = Choice(grid)
-        self.ends = self.base._replace(**({state: True} if state else {}))
+        self.ends = self.base._replace(place=state or "device")
 
     def choose(self, outline):
         names = [p.name for p in outline.parts]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtile
-from jaxtile._run.recompute import zeros_after
+from jaxtile._run.ordering import zeros_after
 
 from .support import conv
 

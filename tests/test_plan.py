@@ -306,7 +306,7 @@ def test_saved_and_loaded(tmp_path):
     (tmp_path / "broken.json").write_text("null")
     with pytest.raises(ValueError, match="no JSON object"):
         policies.Plan.load(tmp_path / "broken.json")
-    for name, value in (("budget", "much"), ("rest", {"grid": [0, "x"], "offload": False})):
+    for name, value in (("budget", "much"), ("rest", {"grid": [0, "x"]})):
         broken = {**found.as_json(), name: value}
         with pytest.raises(ValueError, match="must be"):
             policies.Plan.from_json(broken)

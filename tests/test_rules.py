@@ -13,7 +13,7 @@ from jax.extend.core import Primitive
 
 import jaxtile
 from jaxtile import _rules as rules
-from jaxtile._run.recompute import barriers_are_removed
+from jaxtile._run.ordering import barriers_are_removed
 
 from .support import assert_same, conv, max_pool, normal
 

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 from jaxtile import TilingError
-from jaxtile._run.loop import Loop
+from jaxtile._run.tile import Tile
 
 from .random_networks import networks
 from .support import assert_close, assert_same, conv, max_pool, normal
@@ -44,13 +44,13 @@ def slide(size=64, first=24, last=40):
 @pytest.fixture
 def computed(monkeypatch):
     """How many tiles of each region are computed, while they are."""
-    counts, evaluate = Counter(), Loop._evaluate
+    counts, evaluate = Counter(), Tile._evaluate
 
     def counted(self, windows, globals_, row):
         jax.debug.callback(lambda: counts.update([self.region.index]))
         return evaluate(self, windows, globals_, row)
 
-    monkeypatch.setattr(Loop, "_evaluate", counted)
+    monkeypatch.setattr(Tile, "_evaluate", counted)
     return counts
 
 

@@ -10,7 +10,7 @@ from jax import lax
 import jaxtile
 import models
 from jaxtile import TilingError, ops
-from jaxtile._run.loop import Loop
+from jaxtile._run.tile import Tile
 
 from .support import assert_close, conv, max_pool, normal, parametrize_few
 
@@ -200,8 +200,8 @@ def test_only_windows_are_read_once_per_pass():
 @pytest.mark.parametrize("fun, regions", [(instance_norm, 3), (rows_and_columns, 3)])
 def test_tiles_share_one_program_and_so_do_calls(fun, regions, monkeypatch):
     traced = []
-    shares = Loop.shares
-    monkeypatch.setattr(Loop, "shares", lambda self, *a: traced.append(self) or shares(self, *a))
+    shares = Tile.shares
+    monkeypatch.setattr(Tile, "shares", lambda self, *a: traced.append(self) or shares(self, *a))
     run = jaxtile.stream(fun, in_axes=(None, (1, 2)), tiles=(4, 3))
     for seed in range(2):
         image = normal(seed, 1, 9, 8, 3)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 from jaxtile import TilingError, ops
-from jaxtile._run.loop import Loop
+from jaxtile._run.tile import Tile
 
 from .random_networks import RandomPolicy, networks
 from .support import assert_close, conv, max_pool, normal, scalar
@@ -72,9 +72,9 @@ def test_from_files_with_stored_values_in_files(tmp_path):
     run = jaxtile.stream(network, in_axes=axes, tiles=tiles, policy=SAVED, store=store)
     traced = []
     with pytest.MonkeyPatch.context() as patch:
-        shares, tile = Loop.shares, Loop.tile
-        patch.setattr(Loop, "shares", lambda s, *a: traced.append(("forward", s)) or shares(s, *a))
-        patch.setattr(Loop, "tile", lambda s, *a: traced.append(("backward", s)) or tile(s, *a))
+        shares, tile = Tile.shares, Tile.pullback
+        patch.setattr(Tile, "shares", lambda s, *a: traced.append(("forward", s)) or shares(s, *a))
+        patch.setattr(Tile, "pullback", lambda s, *a: traced.append(("backward", s)) or tile(s, *a))
         for _ in range(2):
             assert_close(run.value_and_grad(W, *files, progress=progress), want)
             assert len(traced) == len(set(traced))  # one program per region and direction

@@ -30,7 +30,7 @@ from jax.extend.core import Literal
 
 from .._graph.inline import any_call
 from .._rules import traits
-from .._rules.registry import Linear
+from .._rules.traits import Linear
 
 
 class Kind(enum.Enum):

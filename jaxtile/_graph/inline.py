@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.extend.core import Literal as Constant
 
 _PLAIN = dict.fromkeys(("jit", "checkpoint", "remat2"), "jaxpr") | dict.fromkeys(
     ("call", "closed_call", "eval_jaxpr"), "call_jaxpr"
@@ -55,3 +56,14 @@ def any_call(eqn: Any) -> Any | None:
 
         found = jax.make_jaxpr(function)(*called.in_avals_flat)
     return found
+
+
+def live(jaxpr: Any) -> list[Any]:
+    """The equations that an output depends on, or that have an effect."""
+    needed = {v for v in jaxpr.outvars if not isinstance(v, Constant)}
+    live = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or any(v in needed for v in eqn.outvars):
+            live.append(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Constant))
+    return live[::-1]

@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 
-from .._rules import traits, untiled
-from .build import build
-from .inline import any_call
+from .._rules import traits
+from .build import build_untiled
 from .static import shown
 from .trace import argument_names, inside, only_arrays
 from .values import Graph, Node, Value
@@ -131,10 +130,7 @@ def operations(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Operations
         closed = jax.make_jaxpr(lambda args, kwargs: fun(*shown(args), **shown(kwargs)))(
             args, kwargs
         )
-    in_axes = [untiled(v.aval) for v in closed.jaxpr.invars]
-    names = argument_names(fun, args, kwargs)
-    graph = build(closed.jaxpr, closed.consts, in_axes, look_through=any_call, names=names)
-    return contract(graph)[0]
+    return contract(build_untiled(closed, argument_names(fun, args, kwargs)))[0]
 
 
 def contract(

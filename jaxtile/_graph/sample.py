@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .._rules import Axes, Equation, traits
-from .values import Node, Value
+from .values import Graph, Node, Value
 
 _IRRELEVANT = ("padding", "out_sharding")
 
@@ -91,22 +91,19 @@ def _computes(value: Value, nodes: Sequence[Node]) -> bool:
     return node in nodes
 
 
-def trained(inputs: Sequence[Value], nodes: Sequence[Node]) -> set[Value]:
+def trained(graph: Graph) -> set[Value]:
     """The values that have gradients, if the arguments that are not tiled are trained; or, if there
     are no such arguments, all of them.
     """
-    floating = [v for v in inputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    found = {v for v in floating if not v.tiled} or set(floating)
-    closed_over = {v.array for n in nodes for v in n.inputs if _is_closed_over(v.array)}
-    found |= {v for v in closed_over if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    for node in nodes:
-        if any(v.array in found for v in node.inputs):
-            found |= {v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
-    return found
+    arguments = {v for v in graph.inputs if not v.tiled and _floating(v)}
+    arguments = arguments or {*filter(_floating, graph.inputs)}
+    read = {v.array for n in graph.nodes for v in n.inputs}
+    closed_over = {v for v in read if v.known is not None and not v.concrete and _floating(v)}
+    return graph.dependent(arguments | closed_over)
 
 
-def _is_closed_over(value: Value) -> bool:
-    return value.known is not None and not value.concrete
+def _floating(value: Value) -> bool:
+    return jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 
 def _is_default(value: Any) -> bool:

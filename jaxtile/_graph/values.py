@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _rules as rules
@@ -154,6 +155,14 @@ class Graph:
     stored: Storage = dataclasses.field(default_factory=dict)
     """Outputs, what the policy stores, and operands of what cannot run in tiles."""
 
+    def dependent(self, values: Iterable[Value]) -> set[Value]:
+        """These values, and all that have derivatives with respect to one of them."""
+        found = {*values}
+        for node in self.nodes:
+            if any(v.array in found for v in node.inputs):
+                found |= {v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+        return found
+
     @functools.cached_property
     def readers(self) -> dict[Value, list[Node]]:
         """The equations that read each array, in order."""
@@ -162,6 +171,11 @@ class Graph:
             for value in node.inputs:
                 found.setdefault(value.array, []).append(node)
         return found
+
+
+def known(consts: Sequence[Any]) -> list[Value]:
+    """The constants of a jaxpr."""
+    return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
 
 
 def constant(value: Value) -> np.ndarray | None:

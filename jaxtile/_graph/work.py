@@ -19,8 +19,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._rules import Equation, traits
-from .build import build
-from .inline import any_call, bodies
+from .build import build_untiled
+from .inline import bodies
 from .values import Node, Value
 
 Shape = Sequence[int]
@@ -86,8 +86,7 @@ def _inside(eqn: Equation, count: Callable[[Node, Mapping[Node, int]], int]) -> 
     """
 
     def body(closed: Any) -> int:
-        in_axes = [(None,) * len(v.aval.shape) for v in closed.jaxpr.invars]
-        nodes = build(closed.jaxpr, closed.consts, in_axes, look_through=any_call).nodes
+        nodes = build_untiled(closed).nodes
         costs = fused(nodes)
         return sum(count(node, costs) for node in nodes)
 

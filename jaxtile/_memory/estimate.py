@@ -19,10 +19,10 @@ from typing import Any
 
 import jax
 
-from .._graph.build import build
-from .._graph.inline import any_call, bodies
+from .._graph.build import build_untiled
+from .._graph.inline import bodies
 from .._graph.values import Graph, Node, Value
-from .._rules import traits, untiled
+from .._rules import traits
 from .compiled import Bytes
 
 
@@ -45,7 +45,7 @@ def estimate_memory(traced: Any) -> Estimate:
     >>> jaxtile.estimate_memory(jax.jit(step).trace(*shapes)).bytes.outputs
     16384
     """
-    graph = _graph(traced.jaxpr)
+    graph = build_untiled(traced.jaxpr)
     used = {v.array for node in graph.nodes for v in node.inputs}
     used |= {v.array for v in graph.outputs}
     arguments = [v for v in graph.inputs if v in used]
@@ -67,11 +67,6 @@ def donated(traced: Any) -> list[bool]:
     found = [info.donated for info in infos]
     count = len(traced.jaxpr.jaxpr.invars)
     return found if len(found) == count else [False] * count
-
-
-def _graph(closed: Any) -> Graph:
-    in_axes = [untiled(v.aval) for v in closed.jaxpr.invars]
-    return build(closed.jaxpr, closed.consts, in_axes, look_through=any_call)
 
 
 def _aliases(given: Iterable[Value], outputs: Iterable[Value]) -> int:
@@ -131,7 +126,7 @@ class _Steps:
 
     def _inside(self, node: Node) -> int:
         """What one iteration of a loop, or the largest branch, holds; its arguments lie outside."""
-        inside = [_Steps(_graph(body)) for body in bodies(node.equation)]
+        inside = [_Steps(build_untiled(body)) for body in bodies(node.equation)]
         for body in inside:
             self.counts += body.counts
         return max((body.peak() for body in inside), default=0)

@@ -22,8 +22,8 @@ from jax import lax
 from .._geometry import Window, owned, partition
 from .._graph.values import Node
 from .._rules import Masks, Need, Reduction, Share, State, Step, Windows
+from .._rules.accumulation import masked
 from .._rules.reductions import accumulation_dtype
-from .._rules.registry import masked
 from .devices import Devices
 
 Array = jax.Array

@@ -141,7 +141,7 @@ class Model:
         ends = sorted((index[n], c) for n, c in choices.items() if not isinstance(n, EllipsisType))
         ends = [(k, choice) for k, choice in ends if parts[k].tiled]
         stored = {k for k, _ in ends}
-        on_device = {k for k, choice in ends if not choice.offload}
+        on_device = {k for k, choice in ends if choice.place != "host"}
         kept: set[int] = set()
         stages: list[PlannedStage] = []
         rest = choices.get(..., Choice(WHOLE))
@@ -160,7 +160,7 @@ class Model:
                 kept |= set(own)
             start = end + 1
         total = sum(stage.seconds for stage in stages)
-        moved = 2 * sum(self.bytes[k] for k, choice in ends if choice.offload)
+        moved = 2 * sum(self.bytes[k] for k, choice in ends if choice.place == "host")
         if moved and self.costs.host_bandwidth:
             total += moved / self.costs.host_bandwidth
         return Candidate(tuple(stages), rest, source, total, peak)
@@ -180,7 +180,7 @@ class Model:
             stored=names,
             stored_bytes=size,
             held_bytes=int(self.held[own].sum()) if choice.grid is KEEP else size,
-            offloaded=names if choice.offload else (),
+            offloaded=names if choice.place == "host" else (),
             working_bytes=int(working),
             seconds=float(seconds),
         )

@@ -139,8 +139,7 @@ class Plan:
             for s in found.pop("stages")
         )
         rest = found.pop("rest")
-        forward = grid(rest.get("forward"))
-        rest = Choice(grid(rest["grid"]), rest["offload"], forward=forward)
+        rest = Choice(grid(rest["grid"]), forward=grid(rest.get("forward")))
         plan = cls(stages=stages, rest=rest, **found)
         plan._check_types()
         return plan

@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from .._amounts import parse_bytes
 from .._graph.static import shown
 from .._graph.trace import Traced, flat_axes, only_arrays
-from .._run.recompute import on_host, to_device
+from .._run.ordering import on_host, to_device
 from .._schedule import Options, tiled
 from ..policy import Choice, Choices, Outline, outline
 from .absent import absent_device, placed

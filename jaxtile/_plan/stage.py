@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from .._graph.values import Place
 from ..policy import Choice, GridSpec
 
 
@@ -35,10 +36,11 @@ class PlannedStage(NamedTuple):
     @property
     def choices(self) -> dict[str, Choice]:
         """What a policy says of its results."""
-        base = Choice(self.grid, forward=self.forward)
-        kept = {n: base._replace(offload=n in self.offloaded) for n in self.stored}
-        passing = {n: base._replace(passing=True) for n in self.passing}
-        return kept | passing | {n: base._replace(restored=True) for n in self.restored}
+        places: dict[str, Place] = dict.fromkeys(self.stored, "device")
+        places |= dict.fromkeys(self.offloaded, "host")
+        places |= dict.fromkeys(self.passing, "passing")
+        places |= dict.fromkeys(self.restored, "restored")
+        return {name: Choice(self.grid, place, self.forward) for name, place in places.items()}
 
     @property
     def mode(self) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window, hull
-from .._graph.build import refuse
+from .._graph.refusal import refuse
 from .._graph.values import Node, Value
 from .._rules import Need, Step, Windows
 from .tile import Cut, Instruction, PlainEquation, ReadView, Table, TiledEquation, TilePlan

@@ -85,6 +85,12 @@ class Region:
         return any(n.is_call for n in self.nodes)
 
     @property
+    def statistics(self) -> list[Value]:
+        """What reductions inside give: small, as the statistics of a norm are."""
+        reductions = [n for n in self.nodes if n.reduction is not None]
+        return [v for n in reductions for v in n.outputs if not v.tiled]
+
+    @property
     def tiles(self) -> int:
         return math.prod(self.split.values())
 
@@ -128,6 +134,19 @@ class Group:
     @property
     def passing(self) -> list[bool]:
         return _made_by(self.before, self.inputs)
+
+    @property
+    def regions(self) -> list[Region]:
+        return [step for step in self.steps if isinstance(step, Region)]
+
+    @property
+    def changes_value(self) -> bool:
+        return any(r.changes_value for r in self.regions)
+
+    @property
+    def statistics(self) -> list[Value]:
+        targets = [t for r in self.regions for t in r.targets]
+        return [t.result for t in targets if t.reduction and not t.result.tiled]
 
     @property
     def has_rules(self) -> bool:

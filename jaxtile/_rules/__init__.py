@@ -17,16 +17,15 @@ from . import reshape as reshape
 from . import shape as shape
 from . import updates as updates
 from . import windowed as windowed
+from .accumulation import Masks as Masks
+from .accumulation import Reduction as Reduction
+from .accumulation import Share as Share
+from .accumulation import State as State
 from .registry import Axes as Axes
 from .registry import Equation as Equation
-from .registry import Masks as Masks
 from .registry import Need as Need
-from .registry import Reduction as Reduction
 from .registry import Rule as Rule
-from .registry import Share as Share
-from .registry import State as State
 from .registry import Step as Step
-from .registry import Traits as Traits
 from .registry import Windows as Windows
 from .registry import find as find
 from .registry import names as names
@@ -34,3 +33,4 @@ from .registry import register as register
 from .registry import tiled as tiled
 from .registry import traits as traits
 from .registry import untiled as untiled
+from .traits import Traits as Traits

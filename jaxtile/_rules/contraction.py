@@ -14,23 +14,9 @@ import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window
+from .accumulation import Masks, Reduction, Share, State, masked
 from .reductions import Sum, accumulation_dtype
-from .registry import (
-    Axes,
-    Equation,
-    Masks,
-    Need,
-    Reduction,
-    Rule,
-    Share,
-    State,
-    Step,
-    Windows,
-    masked,
-    merge,
-    register,
-    sole,
-)
+from .registry import Axes, Equation, Need, Rule, Step, Windows, merge, register, sole
 
 
 @register("dot_general", kind="contraction", linear="product")

@@ -6,18 +6,8 @@ import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Unpack
 
-from .registry import (
-    Axes,
-    Equation,
-    Need,
-    Rule,
-    Step,
-    TraitWords,
-    Windows,
-    joint,
-    merge,
-    register,
-)
+from .registry import Axes, Equation, Need, Rule, Step, Windows, joint, merge, register
+from .traits import TraitWords
 
 
 def _register(

@@ -15,23 +15,8 @@ import numpy as np
 from jax import lax
 
 from .._errors import Mixes
-from .registry import (
-    Axes,
-    Equation,
-    Masks,
-    Need,
-    Reduction,
-    Rule,
-    Share,
-    State,
-    Step,
-    Windows,
-    forbid,
-    joint,
-    masked,
-    register,
-    sole,
-)
+from .accumulation import Masks, Reduction, Share, State, masked
+from .registry import Axes, Equation, Rule, forbid, others, register
 
 
 def accumulation_dtype(dtype: np.dtype) -> np.dtype:
@@ -56,49 +41,33 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     kind="reduction",
 )
 class Reduce(Rule):
+    def places(self, eqn: Equation) -> dict[int, int]:
+        return dict(enumerate(others(eqn, eqn.params["axes"])))
+
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        kept = _kept(eqn)
-        over = [d for d, a in enumerate(eqn.in_axes[0]) if a is not None and d not in kept]
+        over = _reduced(eqn)
         if over and eqn.primitive.name not in _REDUCTIONS:
             raise Mixes(
                 f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated "
                 "over tiles"
             )
-        return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in kept)]
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        kept = _kept(eqn)
-        need = Need({kept[o]: w for o, w in sole(windows).items()})
-        return Step([need], lambda scalars, x: eqn.bind(x))
+        return super().axes(eqn)
 
     def reduction(self, eqn: Equation) -> Reduction | None:
-        kept = _kept(eqn)
-        if not any(a is not None and d not in kept for d, a in enumerate(eqn.in_axes[0])):
-            return None
-        return _REDUCTIONS[eqn.primitive.name](eqn)
+        return _REDUCTIONS[eqn.primitive.name](eqn) if _reduced(eqn) else None
 
 
 @register("reduce", kind="reduction")
 class GeneralReduce(Rule):
     """A reduction with a user's own function."""
 
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        count = len(eqn.in_avals) // 2
-        for i in range(count):
-            forbid(eqn, i, eqn.params["dimensions"], "reduces with a function of the user's own")
-        kept = [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
-        operand = eqn.in_axes[0]
-        return [operand] * count + [()] * count, [tuple(operand[d] for d in kept)] * count
+    def places(self, eqn: Equation) -> dict[int, int]:
+        return dict(enumerate(others(eqn, eqn.params["dimensions"])))
 
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        kept = [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
-        window, count = joint(eqn, windows), len(eqn.out_avals)
-        need = Need({kept[o]: w for o, w in window.items()})
-        return Step(
-            [need] * count + [None] * count,
-            lambda scalars, *x: eqn.bind(*x),
-            produced=[window] * count,
-        )
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
+        for i in range(len(eqn.in_avals) // 2):
+            forbid(eqn, i, eqn.params["dimensions"], "reduces with a function of the user's own")
+        return super().axes(eqn)
 
 
 @register("cumsum", kind="window", linear="sum")
@@ -118,32 +87,22 @@ class Along(Rule):
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         params = eqn.params
         dim = params.get("dimension", params.get("axis", params.get("reduction_dimension", -1)))
-        axes = eqn.in_axes[0]
-        for other in eqn.in_axes[1:]:
-            axes = tuple(a if a is not None else b for a, b in zip(axes, other, strict=True))
-        if axes[dim] is not None:
+        if any(axes[dim] is not None for axes in eqn.in_axes):
             raise Mixes(
-                f"`{eqn.primitive.name}` works along dimension {dim % len(axes)}, which is tiled"
+                f"`{eqn.primitive.name}` works along dimension {dim % len(eqn.in_axes[0])}, which "
+                "is tiled"
             )
-        return [axes] * len(eqn.in_axes), [axes] * len(eqn.out_avals)
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        window = joint(eqn, windows)
-        return Step(
-            [Need(window)] * len(eqn.in_avals),
-            lambda scalars, *x: eqn.bind(*x),
-            produced=[window] * len(eqn.out_avals),
-        )
+        return super().axes(eqn)
 
 
-def _kept(eqn: Equation) -> list[int]:
-    """The dimensions of the operand that the result has too."""
-    return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["axes"]]
+def _reduced(eqn: Equation) -> list[int]:
+    """The tiled dimensions that are reduced over."""
+    return [d for d in eqn.params["axes"] if eqn.in_axes[0][d] is not None]
 
 
 def _spread(x: jax.Array, eqn: Equation, shape: Sequence[int]) -> jax.Array:
     """A result, repeated over the reduced dimensions of one tile."""
-    return lax.broadcast_in_dim(x, shape, _kept(eqn))
+    return lax.broadcast_in_dim(x, shape, others(eqn, eqn.params["axes"]))
 
 
 @dataclasses.dataclass(frozen=True)

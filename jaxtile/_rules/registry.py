@@ -13,7 +13,7 @@ regions or policies. It answers these questions:
   tiled axis? Such an equation needs every tile, so it is not a step.
 
 Beside its rule a primitive has *traits*: what other parts of jaxtile want to know of it without
-tiling it, as what kind of work it is, or in which operands it is linear. See `Traits`.
+tiling it, as what kind of work it is, or in which operands it is linear. See `traits`.
 
 To add a primitive, write its rule in the file of its family and register it with its traits. This
 is all that a primitive needs that moves positions along no dimension but the last:
@@ -39,14 +39,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypedDict, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Protocol, TypeVar, Unpack, cast
 
 import jax
 import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Window, hull
+from .accumulation import Reduction
 from .manual import alike
+from .traits import Traits, TraitWords
 
 T = TypeVar("T")
 
@@ -55,20 +57,6 @@ Axes = tuple[int | None, ...]
 
 Windows = dict[int, Window]
 """Per dimension that carries a tiled axis, the window of each tile."""
-
-State = tuple[jax.Array, ...]
-"""What a reduction has accumulated: arrays that are shaped like its result."""
-
-Masks = Sequence[jax.Array | None]
-"""Per operand of a reduction, which of the elements that a tile (or a device) sees are its own.
-
-Where neighbours overlap, the others are counted elsewhere. None: all of them are its own.
-"""
-
-
-def masked(x: jax.Array, owned: jax.Array | None, value: Any) -> jax.Array:
-    """`x` where an element is one's own, `value` elsewhere."""
-    return x if owned is None else jax.numpy.where(owned, x, value)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -149,7 +137,7 @@ class Step:
 class Rule(Protocol):
     """The rule of a primitive.
 
-    See the module's docstring. Most rules override `axes` and `step` only.
+    See the module's docstring. Most rules override `axes` and `step` only, or `places`.
     """
 
     by_position: ClassVar[bool] = False
@@ -161,16 +149,35 @@ class Rule(Protocol):
     changes_value: ClassVar[bool] = False
     """May its value differ when it is differentiated, as that of a `custom_vjp` may?"""
 
+    def places(self, eqn: Equation) -> dict[int, int]:
+        """Dimension of the outputs -> dimension of the inputs that it is; for these two answers."""
+        return {d: d for d in range(len(eqn.out_avals[0].shape))}
+
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        """The axes that the inputs must carry, and those of the outputs."""
-        ...
+        """The axes that the inputs must carry, and those of the outputs.
+
+        By default all inputs that are not numbers carry the same, and so do the outputs.
+        """
+        arrays = [a for a, x in zip(eqn.in_axes, eqn.in_avals, strict=True) if x.shape]
+        axes = merge(eqn.primitive, arrays)
+        out: list[int | None] = [None] * len(eqn.out_avals[0].shape)
+        for o, d in self.places(eqn).items():
+            out[o] = axes[d]
+        return [axes if x.shape else () for x in eqn.in_avals], [tuple(out)] * len(eqn.out_avals)
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        """How to produce these windows of the outputs.
+        """How to produce these windows of the outputs; None: that output is not wanted, but a sole
+        one always is.
 
-        None: that output is not wanted; a sole output always is.
+        By default from the same windows of all inputs, by the primitive itself.
         """
-        ...
+        window, places = joint(eqn, windows), self.places(eqn)
+        need = Need({places[o]: w for o, w in window.items() if o in places})
+        return Step(
+            [need if x.shape else None for x in eqn.in_avals],
+            lambda scalars, *operands: eqn.bind(*operands),
+            produced=[window] * len(eqn.out_avals),
+        )
 
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         """Axes that the inputs need so that the output carries `out_axes`.
@@ -200,135 +207,6 @@ class Rule(Protocol):
     def runs_whole(self, eqn: Equation) -> str | None:
         """Why this equation must run once, on whole arrays; None: it may run in tiles."""
         return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """One tile's part of a reduction, as its derivatives see it."""
-
-    operands: Sequence[jax.Array]
-    owned: Masks
-    remembered: State
-    """What was stored of this tile."""
-    state: State
-    """Of all tiles together."""
-
-
-class Reduction(Protocol):
-    """A reduction over tiled axes, as an accumulation over tiles.
-
-    The result is `finish` of all tiles' states, merged. A tile sees its own window of each operand.
-    """
-
-    adds: ClassVar[bool] = False
-    """Is merging two states adding them?"""
-
-    def start(self) -> State:
-        """The state before the first tile."""
-        ...
-
-    def partial(self, operands: Sequence[jax.Array], owned: Masks) -> State:
-        """The state of one tile."""
-        ...
-
-    def merge(self, state: State, partial: State) -> State:
-        """The state of two sets of tiles together."""
-        ...
-
-    def finish(self, state: State) -> jax.Array:
-        """The result, from the state of all tiles."""
-        ...
-
-    def remember(self, partial: State) -> State:
-        """What the backward pass must know of this tile that it cannot recompute bit for bit.
-
-        It is stored per tile.
-        """
-        return ()
-
-    def pullback(self, share: Share, cotangent: jax.Array) -> Sequence[jax.Array]:
-        """The operands' cotangents in one tile, from that of the result."""
-        raise TypeError("integers have no cotangent")
-
-    def push(self, share: Share, tangents: Sequence[jax.Array]) -> jax.Array:
-        """What one tile adds to the result's tangent: the pullback, transposed."""
-        own = [masked(x, mine, 0) for x, mine in zip(tangents, share.owned, strict=True)]
-        pullback = jax.linear_transpose(
-            lambda c: [*self.pullback(share, c)], self.finish(share.state)
-        )
-        return cast(jax.Array, pullback(own)[0])
-
-
-Kind = Literal[
-    "convolution",
-    "contraction",
-    "max_pool",
-    "window",
-    "random",
-    "reduction",
-    "elementwise",
-    "movement",
-    "other",
-]
-"""A primitive's kind of work.
-
-A compiler makes elementwise work, movement and random numbers part of what reads them. A window is
-work that reads several positions for each result, along whatever dimension, as a pool or a sort;
-take it for linear algebra on small matrices, too. `max_pool` is apart because
-its gradient costs more than that of other windows. Other: not known.
-"""
-
-Linear = Literal["sum", "product", "first", "cases"]
-"""In which operands a primitive is linear.
-
-`sum`: in all of them together. `product`: in one of two, while the other is fixed. `first`: in the
-first, while the others are fixed. `cases`: in all but the first, while that is fixed.
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class Traits:
-    """What is to be known of a primitive without tiling it.
-
-    Where a primitive does not say, the traits are those of an expensive function of which nothing
-    is known.
-    """
-
-    kind: Kind = "other"
-    """Its kind of work: what it costs, and what a compiler does with it."""
-    linear: Linear | None = None
-    """In which operands it is linear. `jaxtile._derivatives.linear` proves from this that a whole
-    function is."""
-    view: bool = False
-    """Is its result its operand, under another name or shape, so that it needs no memory?"""
-    free: bool = False
-    """Can what reads it do its arithmetic along the way: a change of sign, of type?"""
-    reads_result: bool = False
-    """Does its derivative read its result, as that of `exp` or `tanh` does?"""
-
-    @property
-    def fuses(self) -> bool:
-        return self.kind in ("elementwise", "movement", "random")
-
-    @property
-    def works(self) -> bool:
-        """Does what it computes cost enough to be stored, or measured?"""
-        return self.kind in ("convolution", "contraction", "max_pool", "window")
-
-    @property
-    def forgets(self) -> bool:
-        """Does its derivative need none of its operands?"""
-        return self.linear == "sum" or self.kind in ("movement", "random")
-
-
-class TraitWords(TypedDict, total=False):
-    """The traits as keywords of `register`, so that a type checker finds a misspelt one."""
-
-    kind: Kind
-    linear: Linear
-    view: bool
-    free: bool
-    reads_result: bool
 
 
 _RULES: dict[str, Rule] = {}
@@ -404,6 +282,12 @@ def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
             "read whole, and the other stays in tiles",
         )
     return tuple(merged)
+
+
+def others(eqn: Equation, dims: Sequence[int], of_result: bool = False) -> list[int]:
+    """The dimensions of the first operand, or of the first result, but for these."""
+    aval = (eqn.out_avals if of_result else eqn.in_avals)[0]
+    return [d for d in range(len(aval.shape)) if d not in dims]
 
 
 def sole(windows: Sequence[Windows | None]) -> Windows:

@@ -5,6 +5,7 @@ Broadcasts, transposes, slices, pads, concatenations, reversals.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -23,6 +24,7 @@ from .registry import (
     forbid,
     joint,
     merge,
+    others,
     register,
     sole,
     tiled,
@@ -40,78 +42,52 @@ def local_shape(shape: Sequence[int], windows: Windows) -> tuple[int, ...]:
     return tuple(windows[d].size if d in windows else n for d, n in enumerate(shape))
 
 
-@register("broadcast_in_dim", kind="movement", linear="sum")
-class Broadcast(Rule):
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        """A repeated dimension has only one position: it gives the output no axis."""
-        out: list[int | None] = [None] * len(eqn.params["shape"])
-        for i, o in enumerate(eqn.params["broadcast_dimensions"]):
-            if eqn.in_avals[0].shape[i] == eqn.params["shape"][o]:
-                out[o] = eqn.in_axes[0][i]
-        return eqn.in_axes, [tuple(out)]
+class _Moved(Rule):
+    """Each dimension of the result is one of the operands', or has one position for all."""
 
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
-        dims, shape = eqn.params["broadcast_dimensions"], eqn.params["shape"]
-        sizes = eqn.in_avals[0].shape
-        operand = tuple(
-            out_axes[o] if n == shape[o] else a
-            for n, o, a in zip(sizes, dims, eqn.in_axes[0], strict=True)
-        )
-        return [operand]
+        found = [list(axes) for axes in eqn.in_axes]
+        for o, d in self.places(eqn).items():
+            for operand in found:
+                operand[d] = out_axes[o]
+        return list(map(tuple, found))
+
+
+@register("broadcast_in_dim", kind="movement", linear="sum")
+class Broadcast(_Moved):
+    def places(self, eqn: Equation) -> dict[int, int]:
+        """A repeated dimension has only one position: it gives the output no axis."""
+        sizes, shape = eqn.in_avals[0].shape, eqn.params["shape"]
+        dims = enumerate(eqn.params["broadcast_dimensions"])
+        return {o: i for i, o in dims if sizes[i] == shape[o]}
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        window, sizes = sole(windows), eqn.in_avals[0].shape
-        dims = eqn.params["broadcast_dimensions"]
-        need = {
-            i: window[o]
-            for i, o in enumerate(dims)
-            if eqn.in_axes[0][i] is not None and o in window and sizes[i] == eqn.params["shape"][o]
-        }
-        shape = local_shape(eqn.params["shape"], window)
-        return Step([Need(need)], lambda scalars, x: [lax.broadcast_in_dim(x, shape, dims)])
+        dims, shape = (
+            eqn.params["broadcast_dimensions"],
+            local_shape(eqn.params["shape"], sole(windows)),
+        )
+        return dataclasses.replace(
+            super().step(eqn, windows),
+            evaluate=lambda scalars, x: [lax.broadcast_in_dim(x, shape, dims)],
+        )
 
 
 @register("transpose", kind="movement", linear="sum")
-class Transpose(Rule):
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        return eqn.in_axes, [tuple(eqn.in_axes[0][p] for p in eqn.params["permutation"])]
-
-    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
-        operand = dict(zip(eqn.params["permutation"], out_axes, strict=True))
-        return [tuple(operand[d] for d in range(len(out_axes)))]
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        need = {eqn.params["permutation"][o]: w for o, w in sole(windows).items()}
-        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+class Transpose(_Moved):
+    def places(self, eqn: Equation) -> dict[int, int]:
+        return dict(enumerate(eqn.params["permutation"]))
 
 
 @register("squeeze", kind="movement", linear="sum", view=True)
-class Squeeze(Rule):
+class Squeeze(_Moved):
     """Dropping a tiled dimension of size 1 is allowed: every tile then reads that one position."""
 
-    @staticmethod
-    def _kept(eqn: Equation) -> list[int]:
-        return [d for d in range(len(eqn.in_avals[0].shape)) if d not in eqn.params["dimensions"]]
-
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        return eqn.in_axes, [tuple(eqn.in_axes[0][d] for d in self._kept(eqn))]
-
-    def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
-        operand = list(eqn.in_axes[0])
-        for d, axis in zip(self._kept(eqn), out_axes, strict=True):
-            operand[d] = axis
-        return [tuple(operand)]
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        need = {self._kept(eqn)[o]: w for o, w in sole(windows).items()}
-        return Step([Need(need)], lambda scalars, x: eqn.bind(x))
+    def places(self, eqn: Equation) -> dict[int, int]:
+        return dict(enumerate(others(eqn, eqn.params["dimensions"])))
 
 
 @register("slice", kind="movement", linear="sum")
 class Slice(Rule):
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        return eqn.in_axes, eqn.in_axes
-
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
         strides = list(eqn.params["strides"] or (1,) * len(starts))
@@ -125,16 +101,10 @@ class Slice(Rule):
 
 @register("split", kind="movement", linear="sum")
 class Split(Rule):
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        return eqn.in_axes, [eqn.in_axes[0]] * len(eqn.out_avals)
-
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         dim, sizes = eqn.params["axis"], eqn.params["sizes"]
         if eqn.in_axes[0][dim] is None:
-            window = joint(eqn, windows)
-            return Step(
-                [Need(window)], lambda scalars, x: eqn.bind(x), produced=[window] * len(sizes)
-            )
+            return super().step(eqn, windows)
         # What is read for all parts together holds each of them: the caller crops a part out of it.
         begins = np.cumsum([0, *sizes[:-1]])
         shifted = [
@@ -187,9 +157,6 @@ class DynamicSlice(Rule):
 
 @register("rev", kind="movement", linear="sum")
 class Reverse(Rule):
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        return eqn.in_axes, eqn.in_axes
-
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         length = eqn.in_avals[0].shape
         need = {
@@ -212,9 +179,6 @@ class Bitcast(Rule):
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         before = len(eqn.in_avals[0].shape)
         return None if tiled(out_axes[before:]) else [(*out_axes, None)[:before]]
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        return Step([Need(sole(windows))], lambda scalars, x: eqn.bind(x))
 
 
 @register("concatenate", kind="movement", linear="sum")
@@ -259,40 +223,25 @@ class Concatenate(Rule):
 
 
 @register("stack", kind="movement", linear="sum")
-class Stack(Rule):
+class Stack(_Moved):
     """A new dimension, never tiled, beside those of the operands."""
 
-    @staticmethod
-    def _without(eqn: Equation, axes: Axes) -> Axes:
-        return (*axes[: eqn.params["axis"]], *axes[eqn.params["axis"] + 1 :])
-
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        axes, new = merge(eqn.primitive, eqn.in_axes), eqn.params["axis"]
-        return [axes] * len(eqn.in_axes), [(*axes[:new], None, *axes[new:])]
+    def places(self, eqn: Equation) -> dict[int, int]:
+        return {o: d for d, o in enumerate(others(eqn, [eqn.params["axis"]], of_result=True))}
 
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
-        if out_axes[eqn.params["axis"]] is not None:
-            return None
-        return [self._without(eqn, out_axes)] * len(eqn.in_axes)
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        new = eqn.params["axis"]
-        need = Need({o - (o > new): w for o, w in sole(windows).items()})
-        return Step([need] * len(eqn.in_avals), lambda scalars, *parts: eqn.bind(*parts))
+        new = out_axes[eqn.params["axis"]]
+        return super().promote(eqn, out_axes) if new is None else None
 
 
 @register("unstack", kind="movement", linear="sum")
 class Unstack(Rule):
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        dim = eqn.params["axis"]
-        forbid(eqn, 0, [dim], "takes a dimension apart")
-        axes = (*eqn.in_axes[0][:dim], *eqn.in_axes[0][dim + 1 :])
-        return eqn.in_axes, [axes] * len(eqn.out_avals)
+    def places(self, eqn: Equation) -> dict[int, int]:
+        return dict(enumerate(others(eqn, [eqn.params["axis"]])))
 
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        window, dim = joint(eqn, windows), eqn.params["axis"]
-        need = Need({o + (o >= dim): w for o, w in window.items()})
-        return Step([need], lambda scalars, x: eqn.bind(x), produced=[window] * len(eqn.out_avals))
+    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
+        forbid(eqn, 0, [eqn.params["axis"]], "takes a dimension apart")
+        return super().axes(eqn)
 
 
 @register("tile", kind="movement", linear="sum")
@@ -301,10 +250,7 @@ class Repeat(Rule):
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         forbid(eqn, 0, [d for d, n in enumerate(eqn.params["reps"]) if n > 1], "repeats the array")
-        return eqn.in_axes, eqn.in_axes
-
-    def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
-        return Step([Need(sole(windows))], lambda scalars, x: eqn.bind(x))
+        return super().axes(eqn)
 
 
 @register("pad", kind="movement", linear="sum")

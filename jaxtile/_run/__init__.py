@@ -1,7 +1,10 @@
 """Running a schedule, forwards and backwards.
 
-Read `recompute` (the function that joins the passes: what it keeps of a region is its inputs, and
-of reductions what cannot be computed again), `loop` (tiles one after the other; `in_place` says
-which cotangents lie where others lay), `sharded` (the same on each device of a mesh), `grouped`
-(several regions, run again together) and `execute` (all regions in order; a call comes in here).
+Read `execute` (all regions in order; a call comes in here), `recompute` (the function that joins
+the passes: what it keeps of a region is its inputs, and of reductions what cannot be computed
+again), `tile` (one tile) and `loop` (tiles one after the other; `in_place` says which cotangents
+lie where others lay, `alike` which tiles are skipped). Beside `loop` there are `sharded` (the same
+on each device of a mesh), `whole` (regions in one piece, and groups of them) and `again` (the
+backward pass runs something else). `arrays`, `slots` and `ordering` (what exists when, and in which
+memory) are small tools.
 """

@@ -111,6 +111,11 @@ def _used(jaxpr: Any, wanted: Sequence[bool]) -> list[bool]:
     return [id(v) in live for v in jaxpr.invars]
 
 
+def order(rows: np.ndarray, columns: Sequence[int]) -> np.ndarray:
+    """The tiles, those with equal positions in these columns after each other."""
+    return np.lexsort([np.arange(len(rows)), *rows.T[list(columns)]])
+
+
 def equal(a: Any, b: Any) -> Any:
     """Are all arrays of two pytrees the same, bit for bit? Of NumPy or of JAX."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)

@@ -15,10 +15,12 @@ from .._regions.region import Group, Region
 from .._regions.regions import Schedule
 from .._regions.stages import RunStage, stage_runner
 from .._regions.tile import known, lookup
-from .grouped import Grouped
+from .again import Again
 from .loop import Loop
-from .recompute import Again, Recomputed, Whole, evaluate, on_host, run, to_device, to_host
+from .ordering import on_host, to_device, to_host
+from .recompute import Recomputed, run
 from .sharded import Sharded
+from .whole import Statistics, Whole, evaluate
 
 
 def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
@@ -30,8 +32,9 @@ def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
         env[value] = to_device(x) if moved else x
     if devices is not None:
         env = {v: devices.split(x, v.axes) for v, x in env.items()}
-    _run_steps(schedule.steps, env, schedule.stored, devices, stage_runner())
-    return [_as_array(_whole(env, v, devices)) for v in schedule.graph.outputs]
+    runner = _Runner(schedule.stored, devices)
+    runner.run(schedule.steps, env, {})
+    return [_as_array(runner.whole(env, v)) for v in schedule.graph.outputs]
 
 
 def _only_by_window(schedule: Schedule) -> set[Value]:
@@ -50,57 +53,69 @@ def _only_by_window(schedule: Schedule) -> set[Value]:
     return set() if schedule.devices else {*schedule.graph.inputs} - {*whole}
 
 
-def _run_steps(
-    steps: Sequence[Node | Region | Group],
-    env: dict[Value, Any],
-    stored: Storage,
-    devices: Devices | None,
-    run_stage: RunStage,
-    statistics: Mapping[Value, jax.Array] | None = None,
-) -> None:
-    """Extend `env` by what the steps compute.
+@dataclasses.dataclass(frozen=True)
+class _Runner:
+    """Runs the steps of a schedule."""
 
-    `statistics`: results of reductions that are known from the first time.
-    """
-    hosted: dict[Value, jax.Array] = {}
-    for step in steps:
-        if isinstance(step, Node):
-            operands = [_whole(env, v, devices) for v in step.inputs]
-            env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
-            continue
-        if isinstance(step, Region) and not step.grid.recomputed and devices is None:
-            # What these equations compute is held anyway, so other such regions use it too.
-            results = evaluate(step, env)
-        else:
-            body = _body(step, stored, run_stage)
-            inputs = [lookup(env, v.array) for v in body.region.inputs]
-            globals_ = [_whole(env, v, devices) for v in body.region.globals]
-            copies = [hosted.get(v.array) for v in body.region.inputs]
-            results, inputs = run(body, inputs, globals_, copies)
-            if devices is None:
-                read = zip(body.region.inputs, inputs, strict=True)
-                env.update((v, x) for v, x in read if v.base is None and x is not None)
-        for value, x in zip(step.results, results, strict=True):
-            env[value] = known(x, statistics[value]) if statistics and value in statistics else x
-        hosted |= {v: to_host(env[v]) for v in step.results if stored.get(v) == "host"}
+    stored: Storage
+    devices: Devices | None
+    run_stage: RunStage = dataclasses.field(default_factory=stage_runner)
 
+    def run(
+        self, steps: Sequence[Node | Region | Group], env: dict[Value, Any], statistics: Statistics
+    ) -> None:
+        """Extend `env` by what the steps compute."""
+        hosted: dict[Value, jax.Array] = {}
+        for step in steps:
+            if isinstance(step, Node):
+                operands = [self.whole(env, v) for v in step.inputs]
+                env.update(zip(step.outputs, step.equation.bind(*operands), strict=True))
+                continue
+            if isinstance(step, Region) and not step.grid.recomputed and self.devices is None:
+                # What these equations compute is held anyway, so other such regions use it too.
+                results = evaluate(step, env, {})
+            else:
+                results = self._run_body(self._body(step), env, hosted)
+            for value, x in zip(step.results, results, strict=True):
+                env[value] = known(x, statistics[value]) if value in statistics else x
+            hosted |= {v: to_host(env[v]) for v in step.results if self.stored.get(v) == "host"}
 
-def _whole(env: Mapping[Value, Any], value: Value, devices: Devices | None) -> Any:
-    """A value that no region reads by window; on a mesh, tiled values are held as blocks."""
-    array, x = value.array, lookup(env, value.array)
-    return x if devices is None else devices.join(x, array.aval.shape, array.axes)
+    def _run_body(
+        self, body: Recomputed, env: dict[Value, Any], hosted: Mapping[Value, jax.Array]
+    ) -> list[jax.Array]:
+        region = body.region
+        inputs = [lookup(env, v.array) for v in region.inputs]
+        globals_ = [self.whole(env, v) for v in region.globals]
+        copies = [hosted.get(v.array) for v in region.inputs]
+        results, inputs = run(body, inputs, globals_, copies)
+        if self.devices is None:
+            read = zip(region.inputs, inputs, strict=True)
+            env.update((v, x) for v, x in read if v.base is None and x is not None)
+        return results
 
+    def whole(self, env: Mapping[Value, Any], value: Value) -> Any:
+        """A value that no region reads by window; on a mesh, tiled values are held as blocks."""
+        array, x = value.array, lookup(env, value.array)
+        devices = self.devices
+        return x if devices is None else devices.join(x, array.aval.shape, array.axes)
 
-def _body(step: Region | Group, stored: Storage, run_stage: RunStage) -> Recomputed:
-    if step.again is not None:
-        first = dataclasses.replace(step, again=None)
-        return Again(_body(first, stored, run_stage), _body(step.again, stored, run_stage))
-    if isinstance(step, Group):
-        run = functools.partial(_run_steps, stored=stored, devices=None, run_stage=run_stage)
-        return Grouped(step, run)
-    if step.devices is not None:
-        return Sharded(step, run_stage)
-    return Loop(step, run_stage) if step.tiled else Whole(step)
+    def _body(self, step: Region | Group) -> Recomputed:
+        if step.again is not None:
+            first = dataclasses.replace(step, again=None)
+            return Again(self._body(first), self._body(step.again))
+        if isinstance(step, Group):
+            return Whole(step, functools.partial(self._group, step))
+        if step.devices is not None:
+            return Sharded(step, self.run_stage)
+        if step.tiled:
+            return Loop(step, self.run_stage)
+        return Whole(step, functools.partial(evaluate, step))
+
+    def _group(
+        self, group: Group, env: dict[Value, Any], statistics: Statistics
+    ) -> list[jax.Array]:
+        self.run(group.steps, env, statistics)
+        return [env[v] for v in group.results]
 
 
 def _as_array(x: Any) -> jax.Array:

@@ -18,7 +18,8 @@ from .._regions.region import Region
 from .._regions.regions import Schedule
 from .._regions.tile import at
 from .alike import nearly_constant, positions
-from .loop import Loop, Row, Slots
+from .slots import Row, Slots
+from .tile import Tile
 
 
 def repeated(plan: Schedule, arguments: Sequence[Any]) -> dict[int, int]:
@@ -28,7 +29,7 @@ def repeated(plan: Schedule, arguments: Sequence[Any]) -> dict[int, int]:
         return {}
     seen = _Seen({v: np.asarray(x) for v, x in tiled})
     regions = [r for r in plan.regions if r.skips and r.tiled and r.tiles > 1]
-    return {region.index: seen.repeated(Loop(region)) for region in regions}
+    return {region.index: seen.repeated(Tile(region)) for region in regions}
 
 
 class _Seen:
@@ -38,13 +39,13 @@ class _Seen:
         self.arguments = arguments
         self.written: dict[Value, tuple[Region, np.ndarray]] = {}
 
-    def repeated(self, loop: Loop) -> int:
+    def repeated(self, tile: Tile) -> int:
         """How many tiles of a region are like an earlier one."""
-        region, kinds = loop.region, list(map(tuple, loop.rows[:, _columns(loop)].tolist()))
+        region, kinds = tile.region, list(map(tuple, tile.rows[:, _columns(tile)].tolist()))
         numbers: dict[Hashable, int] = {}
         labels = []
-        for i, (kind, row) in enumerate(zip(kinds, loop.rows, strict=True)):
-            pairs = zip(region.inputs, loop.input_slots, strict=True)
+        for i, (kind, row) in enumerate(zip(kinds, tile.rows, strict=True)):
+            pairs = zip(region.inputs, tile.input_slots, strict=True)
             read = [self._read(v, slots, row) for v, slots in pairs]
             labels.append(numbers.setdefault(i if None in read else (kind, *read), i))
         inside = Counter(kinds).most_common(1)[0][0]  # at borders, little is constant
@@ -76,16 +77,16 @@ class _Seen:
         return None if (read < 0).any() else (*place, read.tobytes())
 
 
-def _columns(loop: Loop) -> list[int]:
+def _columns(tile: Tile) -> list[int]:
     """The positions that a tile is computed with."""
-    region = loop.region
+    region = tile.region
 
     def run(_: Row, row: Row) -> Any:
         windows = [
             jnp.zeros([n for _, n in slots], v.aval.dtype)
-            for v, slots in zip(region.inputs, loop.input_slots, strict=True)
+            for v, slots in zip(region.inputs, tile.input_slots, strict=True)
         ]
         globals_ = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in region.globals]
-        return [], loop.shares(windows, globals_, row)
+        return [], tile.shares(windows, globals_, row)
 
-    return positions(run, list(loop.rows[0]))[0]
+    return positions(run, list(tile.rows[0]))[0]

@@ -31,19 +31,11 @@ from .._mesh.halos import Exchange
 from .._regions.region import Region
 from .._regions.stages import RunStage
 from .._regions.targets import Target
-from .loop import Layout, Loop, Sums, reducer
-from .recompute import (
-    Array,
-    Arrays,
-    Cotangents,
-    Tangents,
-    Wanted,
-    added,
-    after,
-    like,
-    select,
-    zeros_after,
-)
+from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, added, like, select
+from .loop import Loop, Sums
+from .ordering import after, zeros_after
+from .recompute import Given, Saved
+from .tile import Layout, reducer
 
 
 class Sharded:
@@ -69,36 +61,30 @@ class Sharded:
         )
         return run(self._rows(), list(inputs), list(globals_))
 
-    def backward(
-        self,
-        inputs: Arrays,
-        globals_: Arrays,
-        kept: Any,
-        cotangents: Cotangents,
-        begun: Cotangents,
-        wanted: Wanted,
-    ) -> tuple[Cotangents, Cotangents]:
-        cotangents = [None if c is None or c.dtype == jax.dtypes.float0 else c for c in cotangents]
-        specs = [
-            s if c is not None else None for s, c in zip(self.out_specs, cotangents, strict=True)
-        ]
-        in_specs = [
-            s if x is not None else None for s, x in zip(self.in_specs, inputs, strict=True)
+    def backward(self, saved: Saved, given: Given) -> tuple[Cotangents, Cotangents]:
+        wanted = given.wanted
+        cotangents = [
+            None if c is None or c.dtype == jax.dtypes.float0 else c for c in given.cotangents
         ]
         run = self._on_devices(
             functools.partial(self._backward, wanted),
-            (P(*self.names), in_specs, P(), P(*self.names), specs),
+            (
+                P(*self.names),
+                _where_there(self.in_specs, saved.inputs),
+                P(),
+                P(*self.names),
+                _where_there(self.out_specs, cotangents),
+            ),
             (select(self.in_specs, wanted[0]), P()),
         )
+        inputs, globals_, kept = saved
         sums, totals = run(self._rows(), list(inputs), list(globals_), kept, cotangents)
         return (
-            added(like(self.region.inputs, wanted[0], sums), begun),
+            added(like(self.region.inputs, wanted[0], sums), given.begun),
             like(self.region.globals, wanted[1], totals),
         )
 
-    def tangents(
-        self, inputs: Arrays, globals_: Arrays, kept: Any, tangents: Tangents
-    ) -> Cotangents:
+    def tangents(self, saved: Saved, tangents: Tangents) -> Cotangents:
         raise TilingError(
             "forward mode (`jvp`, `jacfwd`, `linearize`, `hessian`) of a function that is tiled on "
             "a mesh is not defined. What to do: leave out `mesh`, or call it inside "
@@ -135,14 +121,13 @@ class Sharded:
     ) -> Sums:
         # Otherwise the compiler may find that it has these halos already, and hold them.
         if self.region.grid.recomputed:
-            inputs = after(inputs, [c for c in cotangents if c is not None])
+            inputs = after(inputs, cotangents)
             inputs = [
                 None if x is None else e.fill(x)
                 for e, x in zip(self.blocks.exchanges, inputs, strict=True)
             ]
-        kept = jax.tree.map(self._local, kept)
-        rows = self._local(rows)
-        sums, totals = self._pull(inputs, globals_, kept, cotangents, wanted, rows)
+        saved = Saved(inputs, globals_, jax.tree.map(self._local, kept))
+        sums, totals = self._pull(saved, Given(cotangents, wanted), self._local(rows))
         sums = [
             self._returned(v, e, s)
             for v, e, s in zip(
@@ -160,8 +145,8 @@ class Sharded:
         """On one device: the results, and what is kept for the derivative."""
         recomputed = self.region.grid.recomputed
         if not recomputed and wanted is not None:  # it keeps what JAX keeps
-            row = list(rows[0])
-            values, pull = self.loop.tile(self.loop.windows(inputs, row), globals_, wanted, row)
+            row, tile = list(rows[0]), self.loop.tile
+            values, pull = tile.pullback(tile.windows(inputs, row), globals_, wanted, row)
             return [v[0] for v in values], pull
         states, remembered = self.loop.accumulate(inputs, globals_, rows, wanted)
         states = [
@@ -175,25 +160,17 @@ class Sharded:
         """The mesh axes that a target is reduced over."""
         return self.blocks.names(a for a in target.axes if a not in target.result.axes)
 
-    def _pull(
-        self,
-        inputs: Arrays,
-        globals_: Arrays,
-        kept: Any,
-        cotangents: Cotangents,
-        wanted: Wanted,
-        rows: Array,
-    ) -> Sums:
+    def _pull(self, saved: Saved, given: Given, rows: Array) -> Sums:
         """On one device: cotangents of what it read of the wanted inputs, and of wanted globals."""
         if self.region.grid.recomputed:
-            return self.loop.pull(inputs, globals_, kept, cotangents, wanted, rows)
-        row = list(rows[0])
-        zeros = zeros_after([c for c in cotangents if c is not None], [*inputs, *globals_])
-        sums = self.loop.sums(globals_, wanted, 1, zeros)
+            return self.loop.pull(saved, given, rows)
+        row, loop, tile = list(rows[0]), self.loop, self.loop.tile
+        zeros = zeros_after(given.cotangents, [*saved.inputs, *saved.globals])
+        sums = loop.sums(saved.globals, given, 1, zeros)
         values = [[self._aval(t.value)] for t in self.region.targets]
-        given = self.loop.result_windows(cotangents, row)
-        shares = self.loop.cotangent_shares(values, (), (), given, row)
-        return self.loop.added(sums, kept(shares), wanted, row)
+        cotangents = tile.result_windows(given.cotangents, row)
+        shares = tile.cotangent_shares(values, (), (), cotangents, row)
+        return loop.added(sums, saved.kept(shares), given.wanted, row)
 
     def _aval(self, value: Value) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.blocks.shape(value), value.aval.dtype)
@@ -222,6 +199,10 @@ class Sharded:
 
     def _local(self, x: Array) -> Array:
         return x.reshape(x.shape[len(self.names) :])
+
+
+def _where_there(specs: Sequence[P], arrays: Sequence[Array | None]) -> list[P | None]:
+    return [s if x is not None else None for s, x in zip(specs, arrays, strict=True)]
 
 
 def _summed(x: Array, names: Sequence[str]) -> Array:

@@ -1,131 +1,43 @@
 """The steps of a streamed function: passes over the tiles of a region, and equations between them.
 
-Both run forwards and backwards. What a tile computes, in both directions, is what `_run.loop` says;
+Both run forwards and backwards. What a tile computes, in both directions, is what `_run.tile` says;
 only the loop is here, on the host: it reads the windows of a tile, hands them to the device, and
 writes what comes back, or adds it to what other tiles have found.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._graph.values import Node, Value
-from .._regions.regions import Region, Schedule
+from .._graph.values import Value
+from .._regions.region import Region
 from .._regions.stages import RunStage
-from .._regions.tile import at, lookup
+from .._regions.tile import at
 from .._rules.reductions import accumulation_dtype
-from .._run.alike import equal, positions, replaces, zero
-from .._run.loop import Loop, Slots, add, reducer
-from .._run.recompute import Wanted, added, partly, select, zero_cotangent
-from .ends import Sink, Source, Store, all_of, slices
+from .._run.alike import zero
+from .._run.arrays import Wanted, added, select
+from .._run.slots import add
+from .._run.tile import State, Tile, reducer
+from .ends import Sink, Store, slices
+from .held import Active, Held
+from .pipeline import Once, Reads, run
 
-Share = tuple[jax.Array, ...]
-"""What a tile gives to a target: its tile; or the state of a reduction, with this tile in it."""
-Active = set[Value]
-"""The arrays that have cotangents."""
-Kept = tuple[list[Share], list[Any]]
+Sinks = dict[Value, list[Sink | Store]]
+Kept = tuple[list[State], list[Any]]
 """Of reductions: their final states, and what each tile remembers."""
-
-
-@dataclasses.dataclass
-class Held:
-    """What is there while passes run: arrays on the device, and arrays that are read by window."""
-
-    arrays: dict[Value, Any] = dataclasses.field(default_factory=dict)
-    by_window: dict[Value, Source | Store] = dataclasses.field(default_factory=dict)
-
-    def array(self, value: Value) -> Any:
-        """On the device; None if it is read by window, or not there."""
-        value = value.array
-        if value in self.by_window or (value not in self.arrays and value.known is None):
-            return None
-        return lookup(self.arrays, value)
-
-    def whole(self, value: Value) -> Any:
-        """On the device, for equations that mix positions of what is stored."""
-        store = self.by_window.get(value.array)
-        if store is None:
-            return lookup(self.arrays, value.array)
-        return jnp.asarray(store.read(all_of(value.array)))
-
-    def add(self, value: Value, x: jax.Array) -> None:
-        """Add to a cotangent on the device."""
-        there = self.arrays.get(value.array)
-        self.arrays[value.array] = x if there is None else there + x
-
-    def drop(self, values: Sequence[Value]) -> None:
-        """Nobody reads these any more."""
-        for value in values:
-            found = self.by_window.pop(value, None)
-            if isinstance(found, Store):
-                found.close()
-
-
-class Globals:
-    """Global equations that run between two passes, as one program."""
-
-    def __init__(self, nodes: list[Node], plan: Schedule, active: Active):
-        made = dict.fromkeys(v for node in nodes for v in node.outputs)
-        read = [v.array for node in nodes for v in node.inputs]
-        elsewhere = {v.array for v in plan.graph.outputs}
-        for step in plan.flat:
-            if isinstance(step, Region):
-                for region in filter(None, (step, step.again)):
-                    elsewhere.update(v.array for v in (*region.inputs, *region.globals))
-            elif step not in nodes:
-                elsewhere.update(v.array for v in step.inputs)
-        self.nodes = nodes
-        self.inputs = [v for v in dict.fromkeys(read) if v not in made and v.known is None]
-        self.outputs = [v for v in made if v in elsewhere]
-        self.wanted = [v in active for v in self.inputs]
-        self.evaluate = jax.jit(self._evaluate)
-        self.pull = jax.jit(self._pull)
-
-    def forward(self, held: Held) -> None:
-        results = self.evaluate([held.whole(v) for v in self.inputs])
-        held.arrays.update(zip(self.outputs, results, strict=True))
-
-    def backward(self, held: Held, cotangents: Held) -> None:
-        given = [cotangents.arrays.get(v) for v in self.outputs]
-        if any(self.wanted) and any(c is not None for c in given):
-            found = self.pull([held.whole(v) for v in self.inputs], given)
-            for value, x in zip(select(self.inputs, self.wanted), found, strict=True):
-                cotangents.add(value, x)
-
-    def _evaluate(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        env: dict[Value, Any] = dict(zip(self.inputs, arrays, strict=True))
-        for node in self.nodes:
-            operands = [lookup(env, v.array) for v in node.inputs]
-            env.update(zip(node.outputs, node.equation.bind(*operands), strict=True))
-        return [env[v] for v in self.outputs]
-
-    def _pull(
-        self, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
-    ) -> list[jax.Array]:
-        function, primals = partly(self._evaluate, (arrays,), (self.wanted,))
-        results, pull = jax.vjp(function, *primals)
-        found: list[jax.Array] = pull(
-            [
-                zero_cotangent(x) if c is None else c.astype(x.dtype)
-                for x, c in zip(results, cotangents, strict=True)
-            ]
-        )[0]
-        return found
 
 
 class Pass:
     """A region whose loop runs on the host: all its tiles, one after the other."""
 
     def __init__(self, region: Region, run_stage: RunStage, active: Active):
-        self.region, self.loop = region, Loop(region, run_stage)
-        self.back = self.loop if region.again is None else Loop(region.again, run_stage)
+        self.region, self.tile = region, Tile(region, run_stage)
+        self.back = self.tile if region.again is None else Tile(region.again, run_stage)
         again = self.back.region
         n, m = len(region.inputs), len(region.globals)
         self.wanted: Wanted = (
@@ -140,19 +52,20 @@ class Pass:
         self.pulled, self.add = jax.jit(self._pulled), jax.jit(self._add, donate_argnums=0)
         self.skipped = 0
 
-    def forward(
-        self, held: Held, sinks: dict[Value, list[Sink | Store]], tick: Callable[[], Any]
-    ) -> Kept:
+    def _skip(self) -> None:
+        self.skipped += 1
+
+    def forward(self, held: Held, sinks: Sinks, tick: Callable[[], Any]) -> Kept:
         """What is not written stays on the device: results of reductions, values of one position.
 
         Returned is what the backward pass must know besides.
         """
         inputs, targets = self.region.inputs, self.region.targets
-        sources = [held.by_window.get(v.array) for v in inputs]
+        reads = Reads(inputs, held.sources(inputs), self.tile.input_slots)
         whole = [held.array(v) for v in inputs], [held.whole(v) for v in self.region.globals]
-        rows, once = self.loop.rows, Once(self, self.loop)
+        rows, once = self.tile.rows, Once(self.tile, self._skip)
         states: list[Any] = [r.start() if r else None for r in self.reductions]
-        shares: list[Share] = []
+        shares: list[State] = []
         remembered: list[Any] = [None for _ in rows]
         missing = self._missing(sinks)
         for _ in range(len(rows) - len(missing)):
@@ -161,7 +74,7 @@ class Pass:
             return [], []
 
         def read(i: int) -> Any:
-            return _windows(sources, self.loop.input_slots, rows[i])
+            return reads.windows(rows[i])
 
         def compute(i: int, windows: Any) -> Any:
             nonlocal states, shares
@@ -177,14 +90,14 @@ class Pass:
             remembered[i] = jax.device_get(found[1])
             self._write(rows[i], found[0], sinks)
 
-        once.prepare(self._found, (_shapes(inputs, sources, self.loop.input_slots), whole))
-        _run([i for i in once.order if i in missing], read, compute, write, tick)
+        once.prepare(self._found, (reads.shapes, whole))
+        run([i for i in once.order if i in missing], read, compute, write, tick)
         for target, reduction, share in zip(targets, self.reductions, shares, strict=True):
             if reduction or target.result not in sinks:
                 held.arrays[target.result] = reduction.finish(share) if reduction else share[0]
         return [s for s in states if s is not None], remembered
 
-    def _step(self, states: Sequence[Share | None], windows: Any, whole: Any, row: Any) -> Any:
+    def _step(self, states: Sequence[State | None], windows: Any, whole: Any, row: Any) -> Any:
         return self._merge(states, *self._found(windows, whole, row), row)
 
     def _found(
@@ -192,34 +105,32 @@ class Pass:
         windows: Sequence[jax.Array | None],
         whole: tuple[Sequence[Any], Sequence[jax.Array]],
         row: Any,
-    ) -> tuple[list[Share], list[Share]]:
+    ) -> tuple[list[State], list[State]]:
         """What a tile gives to each target, and what reductions remember of it.
 
         Each input of the region is one of the `windows`, or a whole array on the device.
         """
         row, (arrays, globals_) = list(row), whole
-        inputs = _filled(windows, self.loop.windows(arrays, row))
+        inputs = _filled(windows, self.tile.windows(arrays, row))
         wanted = None
         if self.differentiated:
             wanted = self.wanted[0][: len(inputs)], self.wanted[1][: len(globals_)]
-        found = self.loop.shares(inputs, globals_, row, wanted)
+        found = self.tile.shares(inputs, globals_, row, wanted)
         reductions = zip(self.reductions, found, strict=True)
         notes = [r.remember(s) for r, s in reductions if r is not None and self.differentiated]
         return found, notes
 
     def _merge(
-        self, states: Sequence[Share | None], found: list[Share], notes: list[Share], row: Any
-    ) -> tuple[list[Share], list[Share]]:
+        self, states: Sequence[State | None], found: list[State], notes: list[State], row: Any
+    ) -> tuple[list[State], list[State]]:
         """Per target its tile, or the state of a reduction with one more tile; and the notes."""
         shares = [
-            share if state is None else self.loop.merged(k, state, share, list(row))
+            share if state is None else self.tile.merged(k, state, share, list(row))
             for k, (state, share) in enumerate(zip(states, found, strict=True))
         ]
         return shares, notes
 
-    def _write(
-        self, row: Any, shares: Sequence[Share], sinks: dict[Value, list[Sink | Store]]
-    ) -> None:
+    def _write(self, row: Any, shares: Sequence[State], sinks: Sinks) -> None:
         """Wait for a tile, and write what of it belongs to no other tile."""
         for k, target in enumerate(self.region.targets):
             if target.result not in sinks or target.reduction is not None:
@@ -231,21 +142,21 @@ class Pass:
 
     def _place(self, k: int, row: Any) -> tuple[slice, ...]:
         """Where the part of a target lies that belongs to this tile and no other."""
-        place = list(slices(self.loop.result_slots[k], row))
-        for d, slot in self.loop.ownership[self.region.targets[k].value]:
+        place = list(slices(self.tile.result_slots[k], row))
+        for d, slot in self.tile.ownership[self.region.targets[k].value]:
             place[d] = slice(place[d].start, place[d].start + int(at(slot, row)))
         return tuple(place)
 
-    def _missing(self, sinks: dict[Value, list[Sink | Store]]) -> set[int]:
+    def _missing(self, sinks: Sinks) -> set[int]:
         """The tiles that have to be computed: all but those whose results are there already."""
         places = [sinks.get(t.result, ()) for t in self.region.targets]
         if not all(places) or any(self.reductions):
-            return set(range(len(self.loop.rows)))
+            return set(range(len(self.tile.rows)))
 
         def there(row: Any) -> bool:
             return all(s.has(self._place(k, row)) for k, found in enumerate(places) for s in found)
 
-        return {i for i, row in enumerate(self.loop.rows) if not there(row)}
+        return {i for i, row in enumerate(self.tile.rows) if not there(row)}
 
     def backward(
         self,
@@ -259,10 +170,10 @@ class Pass:
 
         `store` makes room for the cotangents of a value that is read by window.
         """
-        region, loop = self.back.region, self.back
+        region, tile, rows = self.back.region, self.back, self.back.rows
         results, inputs = region.results, region.inputs
-        sources = [held.by_window.get(v.array) for v in inputs]
-        given = [cotangents.by_window.get(v) for v in results]
+        reads = Reads(inputs, held.sources(inputs), tile.input_slots)
+        given = Reads(results, cotangents.sources(results), tile.result_slots)
         whole = (
             [held.array(v) for v in inputs],
             [held.whole(v) for v in region.globals],
@@ -271,14 +182,11 @@ class Pass:
         )
         into = self._into(held, cotangents, store)
         carry = self._zeros(into, whole[1])
-        rows, once = loop.rows, Once(self, loop)
+        once = Once(tile, self._skip)
         nothing = once.skips and bool(zero(whole[2]))
 
         def read(i: int) -> Any:
-            return (
-                _windows(sources, loop.input_slots, rows[i]),
-                _windows(given, loop.result_slots, rows[i]),
-            )
+            return reads.windows(rows[i]), given.windows(rows[i])
 
         def compute(i: int, windows: Any) -> Any:
             nonlocal carry
@@ -287,29 +195,23 @@ class Pass:
                 carry, found = self.pull(carry, windows, whole, note, rows[i])
                 return found
             if nothing and zero(windows[1]):
-                self.skipped += 1
+                self._skip()
                 return []
-            read = (windows[0], windows[1], note)
-            pulled = once(i, read, lambda: self.pulled(windows, whole, note, rows[i]))
+            pulled = once(i, (*windows, note), lambda: self.pulled(windows, whole, note, rows[i]))
             carry, found = self.add(carry, pulled, rows[i])
             return found
 
         def write(i: int, found: Any) -> None:
             for k, x in enumerate(found):
                 if (target := into[k]) is not None:
-                    target.add(slices(loop.input_slots[k], rows[i]), np.asarray(x))
+                    target.add(slices(tile.input_slots[k], rows[i]), np.asarray(x))
 
-        shapes = (
-            _shapes(inputs, sources, loop.input_slots),
-            _shapes(results, given, loop.result_slots),
-        )
-        once.prepare(self._pulled, (shapes, whole, kept[1][0]))
-        _run(once.order, read, compute, write, tick)
-        for value, x in zip(inputs, carry[0], strict=True):
+        once.prepare(self._pulled, ((reads.shapes, given.shapes), whole, kept[1][0]))
+        run(once.order, read, compute, write, tick)
+        summed = [*inputs, *select(region.globals, self.wanted[1])]
+        for value, x in zip(summed, [*carry[0], *carry[1]], strict=True):
             if x is not None:
                 cotangents.add(value, x)
-        for value, x in zip(select(region.globals, self.wanted[1]), carry[1], strict=True):
-            cotangents.add(value, x)
 
     def _into(
         self, held: Held, cotangents: Held, store: Callable[[Value], Store]
@@ -342,16 +244,16 @@ class Pass:
 
     def _pulled(self, windows: Any, whole: Any, note: Any, row: Any) -> Any:
         """The cotangents of the wanted inputs' windows, and of the wanted globals."""
-        row, loop = list(row), self.back
+        row, tile = list(row), self.back
         (tiles, given), (arrays, globals_, cotangents, states) = windows, whole
-        inputs = _filled(tiles, loop.windows(arrays, row))
-        given = added(given, loop.result_windows(cotangents, row))
+        inputs = _filled(tiles, tile.windows(arrays, row))
+        given = added(given, tile.result_windows(cotangents, row))
         given = [
             None if c is None else c.astype(t.result.aval.dtype)
-            for c, t in zip(given, loop.region.targets, strict=True)
+            for c, t in zip(given, tile.region.targets, strict=True)
         ]
-        values, pull = loop.tile(inputs, globals_, self.wanted, row)
-        return pull(loop.cotangent_shares(values, states, note, given, row))
+        values, pull = tile.pullback(inputs, globals_, self.wanted, row)
+        return pull(tile.cotangent_shares(values, states, note, given, row))
 
     def _add(self, carry: Any, pulled: Any, row: Any) -> Any:
         """The sums with one more tile, and the cotangents of its windows."""
@@ -363,96 +265,6 @@ class Pass:
             of_windows.append(share if total is None else None)
         totals = [t + g.astype(t.dtype) for t, g in zip(carry[1], pulled[1], strict=True)]
         return (sums, totals), of_windows
-
-
-class Once:
-    """Computes tiles that read the same once, on the host, as `Work.skipping` does in a loop."""
-
-    def __init__(self, owner: Pass, loop: Loop):
-        self.owner, self.loop = owner, loop
-        self.skips = loop.region.skips and len(loop.rows) > 1
-        self.order: Sequence[int] = range(len(loop.rows))
-        self.columns: list[int] = []
-        self.key: Any = None
-        self.results: Any = None
-        self.constant = np.False_
-
-    def prepare(self, compute: Callable[..., Any], given: Sequence[Any]) -> None:
-        """Find out with which positions a tile is computed, and so which tiles may be alike.
-
-        `given`: arguments of the function before the tile's row, arrays or their shapes.
-        """
-
-        def array(x: Any) -> Any:
-            return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
-
-        def run(_: Any, row: Any) -> Any:
-            return [], compute(*jax.tree.map(array, given), row)
-
-        if self.skips:
-            self.columns, _ = positions(run, list(self.loop.rows[0]))
-            self.order = [int(i) for i in self.loop.order(self.columns)]
-
-    def __call__(self, i: int, read: Any, compute: Callable[[], Any]) -> Any:
-        """What tile `i`, which has read this, computes."""
-        key = read, self.loop.rows[i][self.columns]
-        if self.key is not None and equal(key, self.key):
-            self.owner.skipped += 1
-            return self.results
-        results, blank = compute(), self.loop.blank(read[0])
-        same_positions = self.key is not None and equal(key[1], self.key[1])
-        if replaces(blank, self.constant, same_positions):
-            self.key, self.results, self.constant = key, results, blank
-        return results
-
-
-def _run(
-    order: Sequence[int],
-    read: Callable[[int], Any],
-    compute: Callable[[int, Any], Any],
-    write: Callable[[int, Any], None],
-    tick: Callable[[], Any],
-) -> None:
-    """All tiles, in this order.
-
-    While the device computes a tile, one thread reads the next, and another writes the last.
-    """
-    with (
-        ThreadPoolExecutor(1, "jaxtile-read") as reader,
-        ThreadPoolExecutor(1, "jaxtile-write") as writer,
-    ):
-        ahead, behind = reader.submit(read, order[0]), None
-        for i, following in zip(order, [*order[1:], None], strict=True):
-            windows = ahead.result()
-            if following is not None:
-                ahead = reader.submit(read, following)
-            found = compute(i, windows)
-            if behind is not None:
-                behind.result()
-                tick()
-            behind = writer.submit(write, i, found)
-        if behind is not None:
-            behind.result()
-            tick()
-
-
-def _windows(
-    sources: Sequence[Source | Store | None], slots: Sequence[Slots], row: Any
-) -> list[np.ndarray | None]:
-    return [
-        None if source is None else source.read(slices(where, row))
-        for source, where in zip(sources, slots, strict=True)
-    ]
-
-
-def _shapes(
-    values: Sequence[Value], sources: Sequence[Any], slots: Sequence[Slots]
-) -> list[jax.ShapeDtypeStruct | None]:
-    """Of the windows that are read from sources."""
-    return [
-        None if s is None else jax.ShapeDtypeStruct([n for _, n in where], v.aval.dtype)
-        for v, s, where in zip(values, sources, slots, strict=True)
-    ]
 
 
 def _filled(windows: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -27,7 +27,8 @@ from .._rules import Equation
 from .._schedule import Options, decided
 from ..policy import GraphPolicy
 from .ends import Sink, Source, Store, all_of
-from .passes import Active, Globals, Held, Kept, Pass
+from .held import Active, Globals, Held
+from .passes import Kept, Pass
 
 Progress = Callable[[int, int], Any]
 Folder = str | os.PathLike[str] | None
@@ -135,9 +136,9 @@ class Program:
         """In what the cotangents of each array are added up: the widest that a reader asks for."""
         found: dict[Value, Any] = {}
         for step in self.passes:
-            loop = step.back
-            for value, slots in zip(loop.region.inputs, loop.input_slots, strict=True):
-                dtype = loop.sum_dtype(value, slots, loop.region.tiles)
+            tile = step.back
+            for value, slots in zip(tile.region.inputs, tile.input_slots, strict=True):
+                dtype = tile.sum_dtype(value, slots, tile.region.tiles)
                 found[value.array] = jnp.promote_types(found.get(value.array, dtype), dtype)
         return found
 
@@ -247,8 +248,7 @@ def _decided(
 ) -> tuple[Graph, Storage, Tiles]:
     """As for `checkpoint`, but what is restored there is kept here, and one piece is one tile."""
     if options.policy is None and not differentiated:
-        jaxpr, consts, axes, names = traced.jaxpr, traced.consts, traced.in_axes, traced.names
-        return build(jaxpr, consts, axes, look_through=any_call, names=names), {}, options.tiles
+        return build(traced, look_through=any_call), {}, options.tiles
     graph, stored, tiles = decided(traced, options)
     read = {v.array for node in graph.nodes for v in node.inputs}
     stored = {
@@ -265,10 +265,7 @@ def _decided(
 
 def _active(graph: Graph, wanted: Sequence[int]) -> Active:
     """What depends on these arguments, and what the first output depends on."""
-    dependent = {graph.inputs[i] for i in wanted}
-    for node in graph.nodes:
-        if any(v.array in dependent for v in node.inputs):
-            dependent |= {v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+    dependent = graph.dependent(graph.inputs[i] for i in wanted)
     active = {graph.outputs[0].array} & dependent
     for node in reversed(graph.nodes):
         if any(v in active for v in node.outputs):

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import TilingError, check_callable, describe
-from .._graph.build import Policy
+from .._graph.nodes import Policy
 from .._graph.static import shown
 from .._graph.trace import only_arrays, trace
 from .._regions.grid import Tiles

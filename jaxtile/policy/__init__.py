@@ -34,4 +34,5 @@ from ._outline import GraphPolicy as GraphPolicy
 from ._outline import GridSpec as GridSpec
 from ._outline import Outline as Outline
 from ._outline import Part as Part
+from ._outline import Place as Place
 from ._outline import outline as outline

@@ -32,17 +32,16 @@ from ._demands import Demands, Probe, fuses, works
 
 
 class Choice(NamedTuple):
-    """What a policy does with one result: stores it, computed on this grid; perhaps on the host."""
+    """What a policy does with one result: on which grid it is computed, and what becomes of it."""
 
     grid: GridSpec
-    offload: bool = False
-    passing: bool = False
-    """It is whole in the forward pass only; in the backward pass its cotangent is, and the result
-    itself is computed again by window."""
+    place: Place = "device"
+    """Where it waits for the backward pass: on the `"device"` or on the `"host"`. Or it does not.
+    `"passing"`: it is whole in the forward pass only; in the backward pass its cotangent is, and
+    the result itself is computed again by window. `"restored"`: it is whole in the forward pass,
+    and computed again, once and whole, in the backward pass."""
     forward: tuple[int, ...] | None = None
     """Tiles in the forward pass, if these are others."""
-    restored: bool = False
-    """It is whole in the forward pass, and computed again, once and whole, in the backward pass."""
 
 
 Choices = Mapping[str | EllipsisType, Choice]
@@ -131,7 +130,7 @@ def outline(fun: Callable[..., Any], *args: Any, in_axes: Any, **kwargs: Any) ->
 
 def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
     """The outline, the value behind each name, and the graph that these are in."""
-    graph = build_storing(traced.jaxpr, traced.consts, traced.in_axes, traced.names)
+    graph = build_storing(traced)
     operations, members = contract(graph, _worth_storing(graph))
     ends = list(members)
     held, made = _arrays(graph)
@@ -141,7 +140,7 @@ def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
         held=held,
         made=made,
         awaits=_awaits(graph, members),
-        trained=trained(graph.inputs, graph.nodes),
+        trained=trained(graph),
         probes={},
     )
     parts = tuple(
@@ -283,12 +282,6 @@ def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
     return worth
 
 
-def _place(choice: Choice) -> Place:
-    if choice.passing or choice.restored:
-        return "restored" if choice.restored else "passing"
-    return "host" if choice.offload else "device"
-
-
 def _grid(choice: Choice) -> GridSpec | Grid:
     if choice.forward is None or not isinstance(choice.grid, tuple):
         return choice.grid
@@ -307,6 +300,6 @@ def apply(
             continue
         value = values[name]
         if value.tiled and value.node is not None and value.node.reduction is None:
-            stored[value] = _place(choice)
+            stored[value] = choice.place
             grids[value] = _grid(choice)
     return stored, grids

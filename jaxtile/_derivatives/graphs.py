@@ -1,0 +1,122 @@
+"""A function with a derivative rule, and its rules, as graphs: all are traced at full size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._errors import TilingError, user_line
+from .._graph.build import build_inside
+from .._graph.inline import any_call
+from .._graph.trace import inside, is_gone
+from .._graph.values import Graph
+from .._rules import Axes, Equation
+from .._rules.manual import type_of
+
+T = TypeVar("T")
+Arrays = Sequence[jax.Array]
+
+
+class ClosureError(TilingError):
+    """A rule closes over a traced array: it can be run neither in tiles nor whole."""
+
+
+def body_of(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
+    """The function itself."""
+    return eqn.once((body_of, tuple(in_axes)), lambda: build_inside(any_call(eqn), in_axes))
+
+
+def differentiable(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]:
+    """The equation as a function of its float operands that returns its float results."""
+    diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
+
+    def function(*diff: jax.Array) -> list[jax.Array]:
+        out = eqn.bind(*replace(primals, diff_in, diff))
+        return [out[i] for i in diff_out]
+
+    return function
+
+
+def pick(eqn: Equation, primals: Sequence[T]) -> list[T]:
+    """Those of the operands that are floats."""
+    return [primals[i] for i in inexact(eqn.in_avals)]
+
+
+def tangents_of(eqn: Equation) -> Graph:
+    """The tangents of a `custom_jvp`'s float results, from operands and their tangents."""
+    return eqn.once(tangents_of, lambda: _traced_tangents(eqn))
+
+
+def _traced_tangents(eqn: Equation) -> Graph:
+    def jvp(primals: Arrays, tangents: Arrays) -> list[jax.Array]:
+        return jax.jvp(differentiable(eqn, primals), pick(eqn, primals), tangents)[1]
+
+    diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
+    shapes = types_of(eqn.in_avals)
+    closed = _traced(eqn, jvp, shapes, pick(eqn, shapes))
+    in_axes = [*eqn.in_axes, *(eqn.in_axes[i] for i in diff_in)]
+    return build_inside(closed, in_axes, [eqn.out_axes[i] for i in diff_out])
+
+
+def differentiated(eqn: Equation) -> Graph:
+    """All results of a `custom_vjp`, as they are when it is differentiated: what `fwd` returns."""
+
+    def forward(primals: Arrays) -> list[jax.Array]:
+        def function(*diff: jax.Array) -> list[jax.Array]:
+            return eqn.bind(*replace(primals, inexact(eqn.in_avals), diff))
+
+        return jax.vjp(function, *pick(eqn, primals))[0]
+
+    closed = _traced(eqn, forward, types_of(eqn.in_avals))
+    return build_inside(closed, eqn.in_axes, eqn.out_axes)
+
+
+def pullback_of(eqn: Equation) -> Callable[[Arrays, Arrays], tuple[jax.Array, ...]]:
+    """From operands and the cotangents of float results to those of float operands."""
+
+    def pullback(primals: Arrays, cotangents: Arrays) -> tuple[jax.Array, ...]:
+        pull = jax.vjp(differentiable(eqn, primals), *pick(eqn, primals))[1]
+        return pull(list(cotangents))
+
+    return pullback
+
+
+def cotangents_of(eqn: Equation) -> Graph:
+    """The graph of a `custom_vjp`'s pullback."""
+    diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
+    shapes = types_of(eqn.in_avals), types_of([eqn.out_avals[i] for i in diff_out])
+    closed = _traced(eqn, pullback_of(eqn), *shapes)
+    in_axes = [*eqn.in_axes, *(eqn.out_axes[i] for i in diff_out)]
+    return build_inside(closed, in_axes, [eqn.in_axes[i] for i in diff_in])
+
+
+def _traced(eqn: Equation, rule: Callable[..., Any], *shapes: Any) -> Any:
+    with inside(True):
+        closed = jax.make_jaxpr(rule)(*shapes)
+    if any(isinstance(c, jax.core.Tracer) and is_gone(c) for c in closed.consts):
+        raise ClosureError(
+            f"the derivative rule of the `{eqn.primitive.name}` function at "
+            f"{user_line(*eqn.source_infos)} closes over an array that was made inside the tiled "
+            "function, which is gone when the rule is traced (as under `jax.checkpoint`). What to "
+            "do: make that array outside, or pass it to the function as an operand"
+        )
+    return closed
+
+
+def inexact(avals: Sequence[Any]) -> list[int]:
+    """Which of these arrays have derivatives."""
+    return [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+
+def types_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [type_of(a) for a in avals]
+
+
+def replace(items: Sequence[Any], indices: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    replaced = list(items)
+    for i, value in zip(indices, values, strict=True):
+        replaced[i] = value
+    return replaced

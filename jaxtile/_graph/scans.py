@@ -1,0 +1,53 @@
+"""Loops over tiled values: a `scan` over equal layers, say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+
+from .values import Value, known
+
+
+class Walks(Protocol):
+    """What adds equations to a graph."""
+
+    def walk(
+        self, jaxpr: Any, constants: Sequence[Value], arguments: Sequence[Value]
+    ) -> list[Value]: ...
+
+    def call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value: ...
+
+
+def unrolled(eqn: Any, inputs: Sequence[Value], walks: Walks) -> list[Value]:
+    """The results of a `scan`, one iteration after the other."""
+    params, body = eqn.params, eqn.params["jaxpr"]
+    if "ft_in" in params:  # from jax 0.12 on
+        n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        n_consts, n_carry = params["num_consts"], params["num_carry"]
+    consts, carry, xs = (
+        inputs[:n_consts],
+        inputs[n_consts : n_consts + n_carry],
+        inputs[n_consts + n_carry :],
+    )
+    steps = range(params["length"])
+    collected: list[list[Value]] = []
+    for i in reversed(steps) if params["reverse"] else steps:
+        items = [walks.call(lambda x, i=i: x[i], [x]) for x in xs]
+        out = walks.walk(body.jaxpr, known(body.consts), [*consts, *carry, *items])
+        carry = out[:n_carry]
+        collected.append(out[n_carry:])
+    if params["reverse"]:
+        collected.reverse()
+    stacked = [
+        walks.call(
+            lambda *parts, aval=var.aval: (
+                jnp.stack(parts) if parts else jnp.zeros(aval.shape, aval.dtype)
+            ),
+            parts,
+        )
+        for var, *parts in zip(eqn.outvars[n_carry:], *collected, strict=True)
+    ]
+    return [*carry, *stacked]

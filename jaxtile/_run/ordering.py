@@ -1,0 +1,95 @@
+"""When arrays are made, and in which memory they lie.
+
+A compiler may compute whatever it likes as early as it likes, and hold it; and what it has computed
+twice it may compute once. Both undo a recomputation. So values are made to wait for others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .arrays import Array, Arrays, Cotangents, there
+
+
+def after(tree: Any, arrays: Cotangents) -> Any:
+    """The same values, but only once these arrays exist; the compiler cannot tell that they are the
+    same, so it computes again what was computed from them.
+    """
+    waited_for = there(arrays)
+    if barriers_are_removed():
+        zero = _zero_of(waited_for, jax.tree.leaves(tree))
+        return tree if zero is None else jax.tree.map(lambda x: _minus(x, zero), tree)
+    tree, _ = lax.optimization_barrier((tree, waited_for))
+    return tree
+
+
+def barriers_are_removed() -> bool:
+    """Before jax 0.12, XLA drops optimization barriers on a CPU."""
+    return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
+
+
+def settled(arrays: Arrays) -> Arrays:
+    """The same arrays; the compiler cannot make what computes them part of what reads them."""
+    return arrays if barriers_are_removed() else lax.optimization_barrier(list(arrays))
+
+
+def _minus(x: Array, zero: Array) -> Array:
+    moves = jnp.issubdtype(x.dtype, jnp.floating) and not on_host(x)
+    return x - zero.astype(x.dtype) if moves else x
+
+
+def _zero_of(*groups: Sequence[Array]) -> Array | None:
+    """A zero that exists only once the first floating-point array of each group does.
+
+    It is a sum of `x - x` for an element `x` of each, which the compiler cannot know to be 0: it is
+    NaN for an infinite `x`, and then not used. The array is settled: else XLA computes the element
+    once more, and for that holds whatever the array was computed from.
+    """
+    zeros = []
+    for arrays in groups:
+        for x in arrays:
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.size and not on_host(x):
+                (x,) = settled([x])
+                element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+                element = element.astype(jnp.float32)
+                zeros.append(jnp.where(jnp.isfinite(element), element - element, 0))
+                break
+    return sum(zeros[1:], zeros[0]) if zeros else None
+
+
+def zeros_after(*groups: Cotangents) -> Callable[..., Array]:
+    """`jnp.zeros`, but made only once the first array of each group exists.
+
+    Zeros depend on nothing, so XLA may allocate the accumulators of all loops before the first one
+    runs; and it makes all zeros of a shape one array, which a loop that adds to them must copy. A
+    cotangent may be a constant, and its zero too, so a second group must be something that is not.
+    """
+    zero = _zero_of(*map(there, groups))
+    if zero is None:
+        return jnp.zeros
+    return lambda shape, dtype: lax.broadcast(zero.astype(dtype), shape)
+
+
+def to_host(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def to_device(x: Array) -> Array:
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def on_host(x: Any) -> bool:
+    """Does an array lie in host memory? JAX's types say so."""
+    return jax.typeof(x).memory_space is jax.memory.Space.Host
+
+
+def fetch(x: Array, cotangents: Cotangents) -> Array:
+    """A copy in device memory, made only once the cotangents exist."""
+    if barriers_are_removed():  # a CPU has one memory: there is nothing to wait for
+        return after(to_device(x), cotangents)
+    return to_device(after(x, cotangents))

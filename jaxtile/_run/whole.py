@@ -1,0 +1,131 @@
+"""Equations on whole arrays, and once more in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import jax
+
+from .._graph.values import Node, Value
+from .._regions.region import Group, Region
+from .._regions.tile import known, lookup
+from .arrays import (
+    Array,
+    Arrays,
+    Cotangents,
+    Tangents,
+    Wanted,
+    added,
+    cotangent_of,
+    like,
+    pulled,
+    pushed,
+    select,
+)
+from .ordering import after, settled
+from .recompute import RECOMPUTED, Given, Saved
+
+Statistics = Mapping[Value, Array]
+"""Results of reductions that are known from the first time."""
+_NONE: Statistics = MappingProxyType({})
+
+
+class Compute(Protocol):
+    """Extends a mapping from values to arrays by all that is computed, and returns the results."""
+
+    def __call__(self, env: dict[Value, Any], statistics: Statistics) -> list[Array]: ...
+
+
+class Whole:
+    """A region, or a group of them, that runs in one go, and once more in the backward pass.
+
+    What its reductions give, the statistics of norms for example, is small. So it is kept, and the
+    backward pass need not read all positions for it again.
+    """
+
+    def __init__(self, region: Region | Group, compute: Compute):
+        self.region, self.compute = region, compute
+        self.statistics = region.statistics
+
+    def forward(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
+    ) -> tuple[list[Array], Any]:
+        if wanted is not None and self.region.changes_value:
+            return pulled(self._evaluated(_NONE), (inputs, globals_), wanted)[0], None
+        env = environment(self.region, inputs, globals_)
+        return self.compute(env, _NONE), [env[v] for v in self.statistics]
+
+    def backward(self, saved: Saved, given: Given) -> tuple[Cotangents, Cotangents]:
+        inputs, globals_ = after((saved.inputs, saved.globals), given.cotangents)
+        kept = () if saved.kept is None else zip(self.statistics, saved.kept, strict=True)
+        with jax.named_scope(RECOMPUTED):
+            inputs = with_passing(self.region, inputs, globals_)
+            run = self._evaluated(dict(kept))
+            results, pull = pulled(run, (inputs, globals_), given.wanted)
+        of_inputs, of_globals = pull(list(map(cotangent_of, results, given.cotangents)))
+        want_inputs, want_globals = given.wanted
+        return (
+            added(like(self.region.inputs, want_inputs, of_inputs), given.begun),
+            like(self.region.globals, want_globals, of_globals),
+        )
+
+    def tangents(self, saved: Saved, tangents: Tangents) -> Cotangents:
+        inputs = with_passing(self.region, saved.inputs, saved.globals)
+        found = pushed(self._evaluated(_NONE), (inputs, saved.globals), tangents)[1]
+        return [None if t.dtype == jax.dtypes.float0 else t for t in found]
+
+    def _evaluated(self, statistics: Statistics) -> Callable[[Arrays, Arrays], list[Array]]:
+        def evaluated(inputs: Arrays, globals_: Arrays) -> list[Array]:
+            return self.compute(environment(self.region, inputs, globals_), statistics)
+
+        return evaluated
+
+
+def environment(
+    region: Region | Group, inputs: Sequence[Any], globals_: Arrays
+) -> dict[Value, Any]:
+    """The values that a region knows at its beginning, and so not those that are passing."""
+    env = {v: x for v, x in zip(region.inputs, inputs, strict=True) if x is not None}
+    env.update(zip(region.globals, globals_, strict=True))
+    return env
+
+
+def with_passing(region: Region | Group, inputs: Arrays, globals_: Arrays) -> Arrays:
+    """The inputs, and those that are passing computed again, whole."""
+    if not region.before:
+        return inputs
+    env = environment(region, inputs, globals_)
+    _apply(region.before, env)
+    passing = select(region.inputs, region.passing)
+    # Otherwise the compiler may hold what they are computed from, to compute them once per reader.
+    env.update(zip(passing, settled([env[v] for v in passing]), strict=True))
+    return [env[v] for v in region.inputs]
+
+
+def evaluate(region: Region, env: dict[Value, Any], statistics: Statistics) -> list[Array]:
+    """The equations of a region, whole; `env` is extended by all that they compute."""
+    read = _apply(region.nodes, env, statistics)
+    return [
+        read(t.result)
+        if t.reduction is None or t.result in env
+        else t.reduction.equation.bind(*map(read, t.operands))[0]
+        for t in region.targets
+    ]
+
+
+def _apply(
+    nodes: Iterable[Node], env: dict[Value, Any], statistics: Statistics = _NONE
+) -> Callable[[Value], Array]:
+    """Extend `env` by what these equations compute, whole; and how to read in it."""
+
+    def read(value: Value) -> Array:
+        return lookup(env, value if value in env else value.array)
+
+    for node in nodes:
+        if any(v not in env for v in node.outputs):
+            results = node.equation.bind(*map(read, node.inputs))
+            for value, x in zip(node.outputs, results, strict=True):
+                env[value] = known(x, statistics[value]) if value in statistics else x
+    return read
