@@ -1,11 +1,11 @@
 """From a traced function to a graph whose values know which of their dimensions are tiled.
 
 The builder walks a jaxpr once, forwards. Calls (`jit`, `remat`, ...) are looked through; a `scan`
-over tiled values is unrolled. Of a `cond`, reductions over tiled axes are taken out. For every
-equation that touches a tiled value the builder asks the primitive's rule for the axes of the
-outputs. An untiled operand that is combined position by position with a
-tiled one is *promoted*: evaluated window by window if its own rule allows (an `iota`, a broadcast,
-random bits, a cast of those), otherwise computed whole, once, and read by window.
+over tiled values is unrolled, or stays one (see `layers`). Of a `cond`, reductions over tiled axes
+are taken out. For every equation that touches a tiled value the builder asks the primitive's rule
+for the axes of the outputs. An untiled operand that is combined position by position with a tiled
+one is *promoted*: evaluated window by window if its own rule allows (an `iota`, a broadcast, random
+bits, a cast of those), otherwise computed whole, once, and read by window.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from .branches import in_parts, mixes
 from .clamps import ask_results
 from .inline import plain_call
 from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
+from .layers import InTiles, Scan, layers_of
 from .lookup import at_own_position
+from .trace import Traced
 from .values import Graph, Node, Place, Value, constant, is_held
 
 Policy = Callable[..., Any]
@@ -53,6 +55,13 @@ def build(
     function calls its arguments.
     """
     return _graph(_Builder(policy, look_through), jaxpr, consts, in_axes, names)
+
+
+def build_layers(traced: Traced, policy: Policy | None, in_tiles: InTiles) -> Graph:
+    """The graph of a function in which scans over rematerialised layers stay scans."""
+    builder = _Builder(policy)
+    builder.in_tiles = in_tiles
+    return _graph(builder, traced.jaxpr, traced.consts, traced.in_axes, traced.names)
 
 
 def build_storing(
@@ -128,6 +137,7 @@ class _Builder:
         self.look_through = look_through
         self.store_mixed = store_mixed
         self.in_tile, self.in_rule = in_tile, in_rule
+        self.in_tiles: InTiles | None = None
         self._parted = 0
         self.calls: list[Any] = []
         self.nodes: list[Node] = []
@@ -179,7 +189,7 @@ class _Builder:
             equation = self._described(eqn, inputs)
             return self._add(equation, inputs, [untiled(a) for a in equation.out_avals])
         if name == "scan":
-            return self._unroll(eqn, inputs)
+            return self._layers(eqn, inputs) or self._unroll(eqn, inputs)
         if name == "cond":
             return self._branch(eqn, rule, inputs)
         if rule is not None and rule.apart and len(inputs) > 1:
@@ -398,16 +408,7 @@ class _Builder:
         """Where the policy stores this equation's outputs; None: it recomputes them."""
         if self.policy is None:
             return None
-        decision = self.policy(equation.primitive, *equation.in_avals, **equation.params)
-        if isinstance(decision, bool):
-            return "device" if decision else None
-        # JAX does not export the types of its decisions.
-        match type(decision).__name__:
-            case "SaveableType":
-                return "device"
-            case "Offloadable":
-                return "host"
-        return None
+        return place(self.policy(equation.primitive, *equation.in_avals, **equation.params))
 
     def _store(self, value: Value, place: Place | None) -> None:
         if value.tiled and 0 not in value.aval.shape and place is not None:
@@ -529,18 +530,27 @@ class _Builder:
     def _view(value: Value, axes: Axes) -> Value:
         return Value(value.aval, axes, base=value.array, known=value.known)
 
+    def _layers(self, eqn: Any, inputs: Sequence[Value]) -> list[Value] | None:
+        """A `scan` over rematerialised layers, as one that runs on whole arrays."""
+        if self.in_tiles is None:
+            return None
+        found = layers_of(eqn, [v.axes for v in inputs], self.in_tiles)
+        if found is None:
+            return None
+        self._store_whole(inputs)
+        whole = [self._view(v, untiled(v.aval)) if v.tiled else v for v in inputs]
+        outputs = self._restated(eqn, found, whole)
+        node = next(n for n in reversed(self.nodes) if n.equation.primitive.name == "scan")
+        node.layers = found
+        return [
+            self._view(v, axes) if tiled(axes) else v
+            for v, axes in zip(outputs, found.out_axes, strict=True)
+        ]
+
     def _unroll(self, eqn: Any, inputs: Sequence[Value]) -> list[Value]:
         """A `scan` over tiled values (equal layers, say), one iteration after the other."""
-        params, body = eqn.params, eqn.params["jaxpr"]
-        if "ft_in" in params:  # from jax 0.12 on
-            n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
-        else:
-            n_consts, n_carry = params["num_consts"], params["num_carry"]
-        consts, carry, xs = (
-            inputs[:n_consts],
-            inputs[n_consts : n_consts + n_carry],
-            inputs[n_consts + n_carry :],
-        )
+        params, body, scan = eqn.params, eqn.params["jaxpr"], Scan.of(eqn.params)
+        (consts, carry, xs), n_carry = scan.split(inputs), scan.carry
         steps = range(params["length"])
         collected: list[list[Value]] = []
         for i in reversed(steps) if params["reverse"] else steps:
@@ -596,7 +606,20 @@ class _Builder:
 
     def _calls(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         closed = jax.make_jaxpr(fun)(*(type_of(v.aval) for v in inputs))
-        return self.walk(closed.jaxpr, [], inputs)
+        return self.walk(closed.jaxpr, _known(closed.consts), inputs)
+
+
+def place(decision: Any) -> Place | None:
+    """Where a value is stored by the decision of a policy; None: it is recomputed."""
+    if isinstance(decision, bool):
+        return "device" if decision else None
+    # JAX does not export the types of its decisions.
+    match type(decision).__name__:
+        case "SaveableType":
+            return "device"
+        case "Offloadable":
+            return "host"
+    return None
 
 
 def _live(jaxpr: Any) -> list[Any]:
