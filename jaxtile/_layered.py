@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from ._derivatives.guard import once
 from ._graph.build import Policy, build_layers, place
 from ._graph.inline import bodies, plain_call
 from ._graph.trace import Traced
@@ -31,6 +33,12 @@ class LayerBody:
 
     def __call__(self, *flat: jax.Array) -> list[jax.Array]:
         return execute(self.schedule, flat)
+
+    def outside(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
+        rules = any(node.is_call for node in self.schedule.graph.nodes)
+        if not rules or jax.__version_info__ >= (0, 12):
+            return list(flat)
+        return [once(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in flat]
 
     @property
     def out_axes(self) -> list[Axes]:

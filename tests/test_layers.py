@@ -1,5 +1,6 @@
 """Scans over layers that their author rematerialises: they stay scans, of layers in tiles."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -197,6 +198,29 @@ def test_refused_inside_a_layer():
     assert_close(results(tiled, ARGUMENTS), results(network, ARGUMENTS))
 
 
+def test_the_second_derivative_of_rules_in_layers():
+    """Before 0.12 JAX forgets them in a scan: refused; the advice is to unroll."""
+
+    def gradient(layer):
+        tiled = jaxtile.checkpoint(over_layers(layer), **TILED)
+        return jax.grad(lambda x: tiled(WEIGHTS, x)[0].sum())
+
+    def second(layer):
+        traced = lambda x: jax.jvp(gradient(layer), (x,), (x,))  # noqa: E731
+        return jax.make_jaxpr(traced)(IMAGE)
+
+    def layer(x, w):
+        return jax.nn.relu(conv(x, w)), None
+
+    jax.make_jaxpr(gradient(jax.checkpoint(layer)))(IMAGE)
+    second(layer)
+    if jax.__version_info__ >= (0, 12):
+        second(jax.checkpoint(layer))
+    else:
+        with pytest.raises(jaxtile.TilingError, match="for the second time"):
+            second(jax.checkpoint(layer))
+
+
 @pytest.mark.slow
 def test_derivatives_of_derivatives():
     network = NETWORKS["carries"]
@@ -206,6 +230,24 @@ def test_derivatives_of_derivatives():
         return jax.jit(lambda x: jax.jvp(gradient, (x,), (jnp.cos(x),)))(IMAGE)
 
     assert_close(pushed(jaxtile.checkpoint(network, **TILED)), pushed(network))
+
+
+@pytest.mark.slow
+def test_linen():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = nn.Conv(2, (3, 3), param_dtype=float)(x)
+            return x + nn.BatchNorm(use_running_average=False, param_dtype=float)(nn.relu(y))
+
+    axes = {"params": 0, "batch_stats": 0}
+    network = nn.remat_scan(Block, lengths=(2, 2), variable_axes=axes)()
+    variables = network.init(jax.random.key(0), IMAGE)
+    apply = lambda v, x: network.apply(v, x, mutable=["batch_stats"])  # noqa: E731
+    tiled = jaxtile.checkpoint(apply, **TILED)
+    (outer,) = tiled.explain(variables, IMAGE).scans  # the inner scan is not rematerialised
+    assert (outer.layers, outer.layer.scans) == (2, ())
+    assert_close(results(tiled, (variables, IMAGE)), results(apply, (variables, IMAGE)))
 
 
 @pytest.mark.slow

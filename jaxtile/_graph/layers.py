@@ -1,9 +1,9 @@
 """A scan over layers that its author rematerialises: it stays a scan, and each layer runs in tiles.
 
-`lax.scan(jax.checkpoint(layer), x, weights)`, and what libraries make of it (`nn.remat_scan`), says
-that what goes from layer to layer is stored, and nothing else. Then the scan can run on whole
-arrays, and its body is a tiled function by itself, with the same grids: tracing does not grow with
-the number of layers. In any other scan nothing need be stored between layers, so it is unrolled.
+`lax.scan(jax.checkpoint(layer), x, weights)`, which libraries have other names for, says that what
+goes from layer to layer is stored, and nothing else. Then the scan can run on whole arrays, and its
+body is a tiled function by itself, with the same grids: tracing does not grow with the number of
+layers. In any other scan nothing need be stored between layers, so it is unrolled.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class Body(Protocol):
     @property
     def keeps(self) -> bool:
         """Has it such a scan too, which keeps what goes from layer to layer?"""
+        ...
+
+    def outside(self, flat: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Its arguments, as they are given to the scan."""
         ...
 
     def __call__(self, *flat: jax.Array) -> list[jax.Array]: ...
@@ -79,7 +83,7 @@ class Layers:
 
     def __call__(self, *flat: jax.Array) -> list[jax.Array]:
         params, count = self.scan.params, self.scan.carry
-        consts, carry, xs = self.scan.split(as_varying_as(list(flat), flat))
+        consts, carry, xs = self.scan.split(as_varying_as(self.body.outside(flat), flat))
         # A scan in the body would keep its carries, for every layer of this one.
         run = jax.checkpoint(self.body, prevent_cse=False) if self.body.keeps else self.body
 
