@@ -10,13 +10,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from ._errors import user_line
-from ._explanation import ArrayUse, Exchanged, Explanation, RegionReport, WholeReport
+from ._explanation import (
+    ArrayUse,
+    Exchanged,
+    Explanation,
+    LayersReport,
+    RegionReport,
+    WholeReport,
+)
 from ._geometry import Window, partition
 from ._graph.trace import Traced
 from ._graph.values import Node, Storage, Value
@@ -32,7 +39,11 @@ from ._run.repeats import repeated
 
 def report(plan: Schedule, traced: Traced) -> Explanation:
     """The explanation of a schedule."""
-    costs, skipped = fused(plan.graph.nodes), repeated(plan, traced.arguments)
+    return _report(plan, repeated(plan, traced.arguments))
+
+
+def _report(plan: Schedule, skipped: Mapping[int, int]) -> Explanation:
+    costs = fused(plan.graph.nodes)
     regions = tuple(
         dataclasses.replace(_region(r, costs, plan.stored), skipped=skipped.get(r.index, 0))
         for r in plan.regions
@@ -41,19 +52,26 @@ def report(plan: Schedule, traced: Traced) -> Explanation:
         t.reduction for r in plan.regions for t in r.targets if t.reduction
     }
     outside = [n for n in plan.flat if isinstance(n, Node) and n not in inside]
-    global_flops = sum(whole_flops(n, costs) for n in outside)
+    layers = tuple(
+        LayersReport(_line(n), n.layers.length, _report(n.layers.body.schedule, {}))
+        for n in outside
+        if n.layers is not None
+    )
+    global_flops = sum(whole_flops(n, costs) for n in outside if n.layers is None)
     plain_flops = global_flops + sum(whole_flops(n, costs) for n in inside)
+    plain_flops += sum(each.layers * each.layer.plain_flops for each in layers)
     whole = tuple(
         WholeReport(
-            n.equation.primitive.name,
-            user_line(*n.equation.source_infos),
-            n.runs_whole,
-            sum(v.bytes for v in n.outputs),
+            n.equation.primitive.name, _line(n), n.runs_whole, sum(v.bytes for v in n.outputs)
         )
         for n in outside
         if n.runs_whole is not None
     )
-    return Explanation(regions, plain_flops, global_flops, whole)
+    return Explanation(regions, plain_flops, global_flops, whole, layers)
+
+
+def _line(node: Node) -> str:
+    return user_line(*node.equation.source_infos)
 
 
 def _region(region: Region, costs: dict[Node, int], stored: Storage) -> RegionReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterator
 
 from ._amounts import format_bytes
@@ -103,6 +104,17 @@ class WholeReport:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayersReport:
+    """A scan over layers that stays one: what goes from layer to layer is stored."""
+
+    where: str
+    """The user's line."""
+    layers: int
+    layer: Explanation
+    """What each of them does."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """The regions of a schedule and their cost. `print` it."""
 
@@ -113,10 +125,13 @@ class Explanation:
     """Those of them that run once, outside all regions."""
     whole: tuple[WholeReport, ...] = ()
     """What runs once, on whole arrays, although it reads tiled values."""
+    scans: tuple[LayersReport, ...] = ()
+    """Scans over layers that are not unrolled."""
 
     @property
     def forward_flops(self) -> int:
-        return self.global_flops + sum(r.tiled_flops for r in self.regions)
+        own = self.global_flops + sum(r.tiled_flops for r in self.regions)
+        return own + sum(s.layers * s.layer.forward_flops for s in self.scans)
 
     @property
     def step_flops(self) -> int:
@@ -128,7 +143,8 @@ class Explanation:
 
     @property
     def recomputed_flops(self) -> int:
-        return sum(r.recomputed_flops for r in self.regions)
+        own = sum(r.recomputed_flops for r in self.regions)
+        return own + sum(s.layers * s.layer.recomputed_flops for s in self.scans)
 
     @property
     def overhead(self) -> float:
@@ -137,14 +153,22 @@ class Explanation:
 
     @property
     def stored_bytes(self) -> int:
-        return sum(r.stored_bytes for r in self.regions) + sum(w.bytes for w in self.whole)
+        own = sum(r.stored_bytes for r in self.regions) + sum(w.bytes for w in self.whole)
+        return own + sum(s.layers * s.layer.stored_bytes for s in self.scans)
 
     @property
     def tile_bytes(self) -> int:
-        return max((r.tile_bytes for r in self.regions), default=0)
+        own = [r.tile_bytes for r in self.regions]
+        return max([*own, *(s.layer.tile_bytes for s in self.scans)], default=0)
 
     def __str__(self) -> str:
         lines = [line for region in self.regions for line in _region_lines(region)]
+        for s in self.scans:
+            stored = format_bytes(s.layers * s.layer.stored_bytes)
+            lines += [
+                f"scan: {s.layers} layers at {s.where}, one after the other, store {stored}; each:",
+                textwrap.indent(str(s.layer), "  "),
+            ]
         for w in self.whole:
             lines.append(
                 f"whole: {w.op} at {w.where} runs once, on whole arrays: {w.reason}\n"

@@ -16,6 +16,7 @@ from ._graph.nodes import Policy
 from ._graph.static import shown
 from ._graph.trace import Traced, inside, only_arrays, trace
 from ._graph.values import Graph, Storage
+from ._layered import layered
 from ._mesh.devices import Devices, automatic, devices_of
 from ._regions.grid import Grid, GridSpec, Tiles
 from ._regions.regions import Schedule, schedule_of
@@ -101,6 +102,9 @@ def scheduled(
     """The schedule for these arguments, and the traced function."""
     traced = trace(fun, args, kwargs, options.in_axes, options.static_argnums)
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
+    if not isinstance(options.policy, GraphPolicy):
+        schedule = layered(traced, options.policy, options.tiles, devices, options.skip)
+        return schedule, traced
     graph, stored, tiles = decided(traced, options, devices)
     return schedule_of(graph, stored, tiles, traced.rank, devices, options.skip), traced
 

@@ -130,7 +130,7 @@ OF_OTHER: dict[str, Callable[..., Any]] = {
 
 HELD = ("number", "channels", "map")
 OTHER = ("number", "channels", "map")
-AROUND = ("nothing", "jit", "remat", "scan", "twice", "stored", "norm", "mean")
+AROUND = ("nothing", "jit", "remat", "scan", "layers", "twice", "stored", "norm", "mean")
 
 
 def _summed_to(x, like):
@@ -205,6 +205,9 @@ class Case:
                 x = remat(rule)(x, other)
             case "scan":
                 x, _ = scan(lambda x, k: (rule(x, other * k), None), x, jnp.array([1.0, 0.5]))
+            case "layers":
+                layer = remat(lambda x, k: (rule(x, other * k), None))
+                x, _ = scan(layer, x, jnp.array([1.0, 0.5]))
             case "twice":
                 x = rule(conv(rule(x, other), weights[1]), other) + x
             case "stored":

@@ -11,6 +11,7 @@ from typing import Any
 from .._rules import Axes, untiled
 from .clamps import ask_results
 from .inline import any_call, plain_call
+from .layers import InTiles
 from .nodes import Policy
 from .trace import Traced
 from .values import Graph, known
@@ -27,6 +28,13 @@ def build(
     `look_through`: the jaxpr that an equation calls, if it is to be inlined.
     """
     return _graph(Walk(policy, look_through), traced, traced.in_axes, traced.names)
+
+
+def build_layers(traced: Traced, policy: Policy | None, in_tiles: InTiles) -> Graph:
+    """The graph of a function in which scans over rematerialised layers stay scans."""
+    walk = Walk(policy)
+    walk.in_tiles = in_tiles
+    return _graph(walk, traced, traced.in_axes, traced.names)
 
 
 def build_storing(traced: Traced) -> Graph:

@@ -7,6 +7,7 @@ through only by those who will not differentiate.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,9 +39,18 @@ def plain_call(eqn: Any) -> Any | None:
     if name in _PLAIN:
         return eqn.params[_PLAIN[name]]
     if name == _OBJECT:
-        called = eqn.params["_prim"]
-        return called.jaxpr if type(called).__name__ == "RematTraced" else None
+        found = remat(eqn)
+        return found and found["jaxpr"]
     return None
+
+
+def remat(eqn: Any) -> Mapping[str, Any] | None:
+    """The parameters of a `jax.checkpoint`; None: it is none."""
+    name = eqn.primitive.name
+    if name == _OBJECT:
+        called = eqn.params["_prim"]
+        return called.params if type(called).__name__ == "RematTraced" else None
+    return eqn.params if name in ("checkpoint", "remat2") else None
 
 
 def any_call(eqn: Any) -> Any | None:

@@ -67,16 +67,7 @@ class Nodes:
         """Where the policy stores this equation's outputs; None: it recomputes them."""
         if self.policy is None:
             return None
-        decision = self.policy(equation.primitive, *equation.in_avals, **equation.params)
-        if isinstance(decision, bool):
-            return "device" if decision else None
-        # JAX does not export the types of its decisions.
-        match type(decision).__name__:
-            case "SaveableType":
-                return "device"
-            case "Offloadable":
-                return "host"
-        return None
+        return place(self.policy(equation.primitive, *equation.in_avals, **equation.params))
 
     def store(self, value: Value, place: Place | None) -> None:
         if value.tiled and 0 not in value.aval.shape and place is not None:
@@ -220,3 +211,16 @@ class Nodes:
 def constants(inputs: Sequence[Value]) -> Callable[[int], np.ndarray | None]:
     """What is known of operands while tracing."""
     return lambda i: constant(inputs[i])
+
+
+def place(decision: Any) -> Place | None:
+    """Where a value is stored by the decision of a policy; None: it is recomputed."""
+    if isinstance(decision, bool):
+        return "device" if decision else None
+    # JAX does not export the types of its decisions.
+    match type(decision).__name__:
+        case "SaveableType":
+            return "device"
+        case "Offloadable":
+            return "host"
+    return None

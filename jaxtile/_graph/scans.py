@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
+from .layers import Scan
 from .values import Value, known
 
 
@@ -22,16 +23,8 @@ class Walks(Protocol):
 
 def unrolled(eqn: Any, inputs: Sequence[Value], walks: Walks) -> list[Value]:
     """The results of a `scan`, one iteration after the other."""
-    params, body = eqn.params, eqn.params["jaxpr"]
-    if "ft_in" in params:  # from jax 0.12 on
-        n_consts, n_carry, _ = map(len, params["ft_in"].unpack())
-    else:
-        n_consts, n_carry = params["num_consts"], params["num_carry"]
-    consts, carry, xs = (
-        inputs[:n_consts],
-        inputs[n_consts : n_consts + n_carry],
-        inputs[n_consts + n_carry :],
-    )
+    params, body, scan = eqn.params, eqn.params["jaxpr"], Scan.of(eqn.params)
+    (consts, carry, xs), n_carry = scan.split(inputs), scan.carry
     steps = range(params["length"])
     collected: list[list[Value]] = []
     for i in reversed(steps) if params["reverse"] else steps:

@@ -20,6 +20,7 @@ from .. import _rules as rules
 from .._errors import describe
 from .._rules import Axes, Equation, Reduction, Step, Windows, tiled
 from .inline import bodies, plain_call
+from .layers import Layers
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -72,6 +73,8 @@ class Node:
     reduction: Reduction | None = None
     runs_whole: str | None = None
     """Why it runs on whole arrays, although its operands are tiled."""
+    layers: Layers | None = None
+    """What a `scan` over whole arrays does, if its body runs in tiles."""
     kind: Equation = dataclasses.field(init=False)
     """The first equation of the graph that this one is like."""
     stage: int = dataclasses.field(init=False)
@@ -154,6 +157,8 @@ class Graph:
     nodes: list[Node]
     stored: Storage = dataclasses.field(default_factory=dict)
     """Outputs, what the policy stores, and operands of what cannot run in tiles."""
+    is_layer: bool = False
+    """Is it the body of a `scan`, whose outputs are not those of the user's function?"""
 
     def dependent(self, values: Iterable[Value]) -> set[Value]:
         """These values, and all that have derivatives with respect to one of them."""

@@ -1,8 +1,9 @@
 """The walk over a jaxpr, once, forwards.
 
-Calls (`jit`, `remat`, ...) are looked through; a `scan` over tiled values is unrolled. Of a `cond`,
-reductions over tiled axes are taken out. For every equation that touches a tiled value the
-primitive's rule is asked for the axes of the outputs, and operands that lack axes are promoted.
+Calls (`jit`, `remat`, ...) are looked through; a `scan` over tiled values is unrolled, or stays one
+(see `layers`). Of a `cond`, reductions over tiled axes are taken out. For every equation that
+touches a tiled value the primitive's rule is asked for the axes of the outputs, and operands that
+lack axes are promoted.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from jax.extend.core import Literal as Constant
 
 from .. import _rules as rules
 from .._errors import Mixes, user_line
-from .._rules import Axes, Equation, untiled
+from .._rules import Axes, Equation, tiled, untiled
 from .._rules.manual import type_of
 from .branches import in_parts, mixes
 from .inline import live, plain_call
 from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
+from .layers import InTiles, layers_of
 from .lookup import at_own_position
 from .nodes import Nodes, Policy, constants
 from .refusal import refuse
@@ -54,6 +56,7 @@ class Walk:
         self.look_through = look_through
         self.store_mixed = store_mixed
         self.in_tile, self.in_rule = in_tile, in_rule
+        self.in_tiles: InTiles | None = None
         self._parted = 0
         self.calls: list[Any] = []
 
@@ -108,7 +111,7 @@ class Walk:
             equation = self._described(eqn, inputs)
             return self.nodes.add(equation, inputs, [untiled(a) for a in equation.out_avals])
         if name == "scan":
-            return unrolled(eqn, inputs, self)
+            return self._layers(eqn, inputs) or unrolled(eqn, inputs, self)
         if name == "cond":
             return self._branch(eqn, rule, inputs)
         if rule is not None and rule.apart and len(inputs) > 1:
@@ -119,6 +122,24 @@ class Walk:
             self.nodes.store(inputs[0].array, self.nodes.decision(self._described(eqn, inputs)))
             return inputs
         return self._tiled(eqn, rule, inputs)
+
+    def _layers(self, eqn: Any, inputs: Sequence[Value]) -> list[Value] | None:
+        """A `scan` over rematerialised layers, as one that runs on whole arrays."""
+        if self.in_tiles is None:
+            return None
+        found = layers_of(eqn, [v.axes for v in inputs], self.in_tiles)
+        if found is None:
+            return None
+        nodes = self.nodes
+        nodes.store_whole(inputs)
+        whole = [nodes.view(v, untiled(v.aval)) if v.tiled else v for v in inputs]
+        outputs = self._restated(eqn, found, whole)
+        node = next(n for n in reversed(nodes.list) if n.equation.primitive.name == "scan")
+        node.layers = found
+        return [
+            nodes.view(v, axes) if tiled(axes) else v
+            for v, axes in zip(outputs, found.out_axes, strict=True)
+        ]
 
     def _gather(
         self, eqn: Any, inputs: Sequence[Value], columns: Sequence[Value] | None
@@ -316,7 +337,7 @@ class Walk:
 
     def _calls(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         closed = jax.make_jaxpr(fun)(*(type_of(v.aval) for v in inputs))
-        return self.walk(closed.jaxpr, [], inputs)
+        return self.walk(closed.jaxpr, known(closed.consts), inputs)
 
 
 def _without_elements(value: Value) -> Value:

@@ -78,7 +78,7 @@ class Targets:
         devices: Devices | None = None,
     ):
         self._stored, self._tiles, self._rank, self._devices = stored, tiles, rank, devices
-        self._outputs = {v.array for v in graph.outputs}
+        self._outputs = {v.array for v in graph.outputs if not graph.is_layer}
         self._levels: dict[Value, int] = {}
         self._found: dict[Value, Target] = {}
         self._settled: set[Target] = set()
