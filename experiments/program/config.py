@@ -95,7 +95,7 @@ def base(model: str, **options: Any) -> ConfigDict:
             "dtype": "float32",
             "seed": 0,
             # To begin with: the workdir of another run, of which the best weights are taken; or
-            # torchvision's weights, as resnet50.safetensors, .npz or .pth.
+            # weights of torchvision or Keras, as resnet50.safetensors, .npz, .pth or .h5.
             "start_from": "",
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: sums in a fixed order; going on gives the same bits
