@@ -181,6 +181,11 @@ class Explanation:
             f"({_count(3 * self.plain_flops)}); recomputation is "
             f"{self.recomputed_flops / max(1, self.step_flops):.1%} of them"
         )
+        lines.append(
+            "operations are counted, and are not time: `jaxtile.plan` estimates that, with copies, "
+            "loops and the slower kernels of small tiles. Bytes are those of single arrays: what a "
+            "whole step needs, `jaxtile.memory` says"
+        )
         return "\n".join(lines)
 
 

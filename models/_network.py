@@ -47,7 +47,7 @@ class Network:
     apply: Callable[..., tuple[jax.Array, Any]]
     library: str
     pretrained: Callable[[str], tuple[Any, Any, list[str]]] | None = None
-    """From a file to weights and state, and the names of what is not in the file."""
+    """From a file to weights and state, and remarks for the user."""
 
 
 def network(name: str, options: Mapping[str, Any], *, seed: int, **offered: Any) -> Network:
@@ -133,9 +133,9 @@ def _of_nnx(made: Made, seed: int) -> Network:
 
     def pretrained(path: str) -> tuple[Any, Any, list[str]]:
         model = made()
-        new = load_pretrained(model, path)
+        remarks = load_pretrained(model, path)
         _, params, _, variables = split(model)
-        return params, variables, new
+        return params, variables, remarks
 
     return Network(init, apply, "nnx", pretrained)
 

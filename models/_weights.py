@@ -1,13 +1,16 @@
-"""Weights in torchvision's layout: state dicts in `.safetensors`, `.npz`, or `.pth` and `.pt`.
+"""Weights that others trained, in torchvision's layout or in Keras'.
 
 In PyTorch: `safetensors.torch.save_file(model.state_dict(), "resnet50.safetensors")`,
 `numpy.savez("resnet50.npz", **{k: v.numpy() for k, v in model.state_dict().items()})`, or
 `torch.save(model.state_dict(), "resnet50.pth")`. ResNet-50 of timm has the same names.
+
+In Keras: the `.h5` that it downloads, `model.save_weights("resnet50.weights.h5")`, or
+`numpy.savez("resnet50.npz", **{w.path: w.numpy() for w in model.weights})`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from . import _keras
 from ._torch_file import read_torch_file
 from .alexnet import AlexNet
 from .resnet50 import ResNet50
+from .unet import UNet
 from .vgg16 import VGG16
 
-SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
+SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin", ".h5")
+_HEADS = ("fc.", "classifier.")
 
 
 def load_weights(
@@ -30,7 +36,8 @@ def load_weights(
     *,
     skip: Sequence[str] = (),
 ) -> None:
-    """Fill a ResNet50, VGG16 or AlexNet with the weights of a torchvision state dict.
+    """Fill a ResNet50, VGG16, AlexNet, or the encoder of a UNet that is VGG16's, with weights of
+    torchvision or Keras.
 
     Nothing is written unless every tensor of the model is there and has the right shape. A
     classifier that the model does not have is left out; any other tensor that the model has no
@@ -38,14 +45,15 @@ def load_weights(
 
     Args:
       model: is changed in place.
-      source: a `.safetensors`, `.npz`, `.pth` or `.pt` file, or a mapping from names to arrays. No
-        code that a file may contain is run.
+      source: a `.safetensors`, `.npz`, `.pth`, `.pt` or `.h5` file, or a mapping from names to
+        arrays. No code that a file may contain is run.
       skip: prefixes of names to leave as they are, such as `["fc."]` to train a new classifier.
     """
     if isinstance(source, Mapping):
         where, tensors = "the state dict", dict(source)
     else:
         where, tensors = fspath(source), _read(Path(source))
+    tensors = _as_torchvision(model, tensors)
     places = [p for p in _places(model) if not p.name.startswith(tuple(skip))]
     missing = [p.name for p in places if p.name not in tensors]
     if missing:
@@ -55,7 +63,7 @@ def load_weights(
             + f", which {type(model).__name__} needs; it has {len(tensors)} tensors"
             + (f" such as {', '.join(list(tensors)[:3])}" if tensors else "")
         )
-    ignored = ("classifier.", *skip) if getattr(model, "classifier", ...) is None else tuple(skip)
+    ignored = ("classifier.", *skip) if not getattr(model, "classifier", None) else tuple(skip)
     known = {p.name for p in places}
     surplus = [
         k
@@ -73,28 +81,57 @@ def load_weights(
 
 
 def load_pretrained(model: nnx.Module, source: str | PathLike[str]) -> list[str]:
-    """As `load_weights`, but a last layer of another number of classes stays as it is.
+    """As `load_weights`, but a classifier that the file lacks, or a last layer of another number
+    of classes, stays as it is.
 
-    Returns the names of what stays.
+    Returns remarks: what begins anew, and what the weights want pixels to be.
     """
-    tensors = _read(Path(source))
-    last = _last_layer(model)
-    other = [p.name for p in last if p.name in tensors and not _fits(p, tensors[p.name])]
+    read = _read(Path(source))
+    remarks = []
     try:
-        load_weights(model, tensors, skip=[p.name for p in last] if other else ())
+        tensors = _as_torchvision(model, read)
+        skip = _new(list(_places(model)), tensors)
+        load_weights(model, tensors, skip=skip)
     except ValueError as error:
         raise ValueError(f"{fspath(source)}: {error}") from error
-    return [p.name for p in last] if other else []
+    if skip:
+        remarks.append(f"{', '.join(skip)} begin anew")
+    if isinstance(model, UNet):
+        remarks.append("all after the encoder begins anew")
+    if _keras.is_keras(read):
+        remarks.append(
+            "Keras trained these on BGR, here they take RGB: "
+            f"'--config.data.mean={_keras.MEAN}' '--config.data.std=({_keras.STD:.7f},)'"
+        )
+    return remarks
 
 
-def _last_layer(model: nnx.Module) -> list[_Place]:
-    places = list(_places(model))
-    prefix = places[-1].name.rpartition(".")[0]
-    return [p for p in places if p.name.rpartition(".")[0] == prefix and "features" not in p.name]
+def _new(places: list[_Place], tensors: Mapping[str, np.ndarray]) -> list[str]:
+    """What a file cannot give a model: a classifier, or the last layer of one."""
+    heads = [p.name for p in places if p.name.startswith(_HEADS)]
+    if not any(name.startswith(_HEADS) for name in tensors):
+        return heads
+    layer = heads[-1].rpartition(".")[0] if heads else None
+    last = [p for p in places if p.name.rpartition(".")[0] == layer]
+    return [p.name for p in last] if any(not _fits(p, tensors.get(p.name)) for p in last) else []
 
 
-def _fits(place: _Place, array: np.ndarray) -> bool:
-    return array.shape[0] == place.variable[...].shape[-1]
+def _fits(place: _Place, array: np.ndarray | None) -> bool:
+    return array is not None and array.shape[0] == place.variable[...].shape[-1]
+
+
+def _as_torchvision(model: nnx.Module, tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    if not _keras.is_keras(tensors):
+        return dict(tensors)
+    epsilon = 0.0
+    if isinstance(model, ResNet50):
+        if not model.stride_first:
+            raise ValueError(
+                "in Keras' ResNet50 the first convolution of a block has the stride: make the "
+                "model with `stride_first=True`"
+            )
+        epsilon = model.conv1.norm.epsilon if not model.folded else 0.0
+    return _keras.as_torchvision(tensors, epsilon)
 
 
 class _Place(NamedTuple):
@@ -111,6 +148,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
                 return dict(archive)
         if path.suffix in (".pth", ".pt", ".bin"):
             return read_torch_file(path)
+        if path.suffix == ".h5":
+            return _keras.read_h5(path)
         if path.suffix == ".safetensors":
             try:
                 from safetensors.numpy import load_file
@@ -145,13 +184,14 @@ def _places(model: nnx.Module) -> Iterator[_Place]:
                     yield from _unit(block.downsample, first, second)
         yield from _layer(model.fc, "fc")
     elif isinstance(model, VGG16):
-        index = 0
-        for block in range(1, 6):
-            for i in range(1, 4 if block > 2 else 3):
-                yield from _layer(getattr(model, f"conv{block}_{i}"), f"features.{index}")
-                index += 2
-            index += 1
+        yield from _blocks(model.conv_blocks())
         yield from _classifier(model.classifier, (0, 3, 6))
+    elif isinstance(model, UNet) and model.encoder == "vgg16":
+        if model.norm is not None:
+            raise ValueError(
+                f"VGG16's weights are for a UNet without norms, and here `norm` is {model.norm!r}"
+            )
+        yield from _blocks(model.encoder_blocks())
     elif isinstance(model, AlexNet):
         for i, index in enumerate((0, 3, 6, 8, 10), start=1):
             yield _Place(f"features.{index}.weight", getattr(model, f"conv{i}").kernel)
@@ -159,9 +199,19 @@ def _places(model: nnx.Module) -> Iterator[_Place]:
         yield from _classifier(model.classifier, (1, 4, 6))
     else:
         raise TypeError(
-            f"torchvision has no layout for {type(model).__name__}: only for ResNet50, VGG16 and "
-            "AlexNet"
+            f"there are no such weights for {type(model).__name__}: only for ResNet50, VGG16, "
+            "AlexNet, and a UNet with `encoder='vgg16'`"
         )
+
+
+def _blocks(blocks: Iterable[Iterable[nnx.Conv]]) -> Iterator[_Place]:
+    """Convolutions as VGG16 numbers them: each has a ReLU after it, and each block a pool."""
+    index = 0
+    for block in blocks:
+        for conv in block:
+            yield from _layer(conv, f"features.{index}")
+            index += 2
+        index += 1
 
 
 def _layer(layer: nnx.Conv | nnx.Linear, name: str) -> Iterator[_Place]:

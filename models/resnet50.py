@@ -1,4 +1,4 @@
-"""ResNet-50 v1.5 (the stride is on the 3 x 3 convolution), trained, frozen or folded."""
+"""ResNet-50, as a rule v1.5 (the stride is on the 3 x 3 convolution), trained, frozen or folded."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class ResNet50(nnx.Module):
       spatial: spatial axes: 1, 2, or 3 for volumes.
       frozen: normalise with the running statistics in training too, and never change them.
       momentum: of the running statistics (PyTorch's 0.1 is 0.9 here).
+      stride_first: the 1 x 1 convolution before the 3 x 3 one has the stride: version 1, as Keras.
       zero_init_residual: the last norm of each block starts with a scale of 0, and so each block as
         its shortcut. With few images in a batch it learns faster (torchvision's option).
       folded: without batch norm, with one bias per ReLU: what `fold_batch_norm` returns.
@@ -51,13 +52,14 @@ class ResNet50(nnx.Module):
         spatial: int = 2,
         frozen: bool = False,
         momentum: float = 0.9,
+        stride_first: bool = False,
         zero_init_residual: bool = False,
         folded: bool = False,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.in_channels, self.folded = in_channels, folded
+        self.in_channels, self.folded, self.stride_first = in_channels, folded, stride_first
         self.blocks, self.width, self.spatial = tuple(blocks), width, spatial
         options = {
             "spatial": spatial,
@@ -73,8 +75,9 @@ class ResNet50(nnx.Module):
         for stage, count in enumerate(self.blocks, start=1):
             layers = []
             for i in range(count):
-                stride = 2 if i == 0 and stage > 1 else 1
-                layers.append(Bottleneck(n_in, width, stride, zero_init_residual, **options))
+                strides = (1, 2 if i == 0 and stage > 1 else 1)
+                strides = strides[::-1] if stride_first else strides
+                layers.append(Bottleneck(n_in, width, strides, zero_init_residual, **options))
                 n_in = 4 * width
             setattr(self, f"layer{stage}", nnx.List(layers))
             width *= 2
@@ -168,18 +171,18 @@ class Bottleneck(nnx.Module):
         self,
         n_in: int,
         width: int,
-        stride: int,
+        strides: tuple[int, int],
         zero_init_residual: bool,
         *,
         folded: bool,
         **options: Any,
     ):
-        n_out = 4 * width
+        n_out, stride = 4 * width, max(strides)
         self.downsample = nnx.data(None)
         if stride != 1 or n_in != n_out:
             self.downsample = Unit(n_in, n_out, 1, stride, 0, folded=folded, bias=False, **options)
-        self.conv1 = Unit(n_in, width, 1, 1, 0, folded=folded, **options)
-        self.conv2 = Unit(width, width, 3, stride, 1, folded=folded, **options)
+        self.conv1 = Unit(n_in, width, 1, strides[0], 0, folded=folded, **options)
+        self.conv2 = Unit(width, width, 3, strides[1], 1, folded=folded, **options)
         last = {"bias": False, "zero_scale": zero_init_residual}
         self.conv3 = Unit(width, n_out, 1, 1, 0, folded=folded, **last, **options)
         self.bias = nnx.data(None)
@@ -213,6 +216,7 @@ def fold_batch_norm(model: ResNet50) -> ResNet50:
             blocks=model.blocks,
             width=model.width,
             spatial=model.spatial,
+            stride_first=model.stride_first,
             folded=True,
             dtype=model.fc.dtype,
             param_dtype=model.fc.param_dtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -13,12 +14,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtile import nn, ops
 
 from ._sizes import check_image, check_size
+from .vgg16 import BLOCKS
+
+_LETTERS = "abcd"  # of what a level computes, one after the other
 
 
 class UNet(nnx.Module):
     """U-Net. The defaults are the reference graph: 572 pixels in, 388 out, 31,100,354 weights.
 
-    Names: level `i` goes down as `d{i}a` (its input), `d{i}b`, `d{i}c`, and comes up as `u{i}a`
+    Names: level `i` goes down as `d{i}a` (its input), `d{i}b`, `d{i}c` (and with VGG16's encoder
+    `d{i}d`, where there is a third convolution), and comes up as `u{i}a`
     (up-sampled), `u{i}b` (with the skip), `u{i}c`, `u{i}d`; `.pre` is before normalisation and
     ReLU, `.drop` after dropout, `d{i}cc` the cropped skip; then `score` and `loss`.
 
@@ -30,6 +35,8 @@ class UNet(nnx.Module):
       classes: channels of the score.
       channels: of level 0, doubled from level to level; or of every level.
       depth: how many times the image is halved.
+      encoder: `"plain"`, two convolutions in a level; or `"vgg16"`, the five blocks of VGG16 as
+        levels, for which `load_weights` takes its weights. It wants `padding="SAME"`.
       padding: `"VALID"`, the output being smaller than the image; or `"SAME"`.
       norm: None, `"batch"` or `"group"` (8 channels a group, or all), before each ReLU.
       upsampling: `"transposed"` (2 x 2 transposed convolution), or `"bilinear"` or `"nearest"`
@@ -48,6 +55,7 @@ class UNet(nnx.Module):
         *,
         channels: int | Sequence[int] = 64,
         depth: int | None = None,
+        encoder: str = "plain",
         padding: str = "VALID",
         norm: str | None = None,
         upsampling: str = "transposed",
@@ -57,13 +65,21 @@ class UNet(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        _one_of("encoder", encoder, ("plain", "vgg16"))
         widths = _widths(channels, depth)
+        counts = [2] * len(widths)
+        if encoder == "vgg16":
+            _check_vgg16(channels, depth, padding)
+            widths = tuple(channels * block[0] for block in BLOCKS)
+            counts = [len(block) for block in BLOCKS]
         _one_of("padding", padding, ("VALID", "SAME"))
         _one_of("norm", norm, (None, "batch", "group"))
         _one_of("upsampling", upsampling, ("transposed", "bilinear", "nearest"))
         _one_of("spatial", spatial, (1, 2, 3))
         self.depth, self.padding, self.upsampling = len(widths) - 1, padding, upsampling
         self.in_channels, self.spatial = in_channels, spatial
+        self.encoder, self.norm = encoder, norm
+        self.levels = tuple(_LETTERS[: count + 1] for count in counts)
         # As in the paper: deviation sqrt(2 / n) for n inputs of a neuron.
         init = nnx.initializers.he_normal()
         types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
@@ -81,11 +97,11 @@ class UNet(nnx.Module):
 
         n_in = in_channels
         for i, n in enumerate(widths):
-            conv(f"d{i}a", f"d{i}b", n_in, n)
-            conv(f"d{i}b", f"d{i}c", n, n)
-            n_in = n
+            for source, target in pairwise(self.levels[i]):
+                conv(f"d{i}{source}", f"d{i}{target}", n_in, n)
+                n_in = n
         for i in reversed(range(self.depth)):
-            below = f"d{self.depth}c" if i == self.depth - 1 else f"u{i + 1}d"
+            below = self._below(i)
             n_up = widths[max(i, 1)]
             if upsampling == "transposed":
                 two = (2,) * spatial
@@ -104,16 +120,15 @@ class UNet(nnx.Module):
         check_size("UNet", x.shape, self._fits)
         skips = []
         for i in range(self.depth + 1):
-            x = self._conv(x, f"d{i}a", f"d{i}b")
-            x = self._conv(x, f"d{i}b", f"d{i}c")
+            for source, target in pairwise(self.levels[i]):
+                x = self._conv(x, f"d{i}{source}", f"d{i}{target}")
             if i >= self.depth - 1:
-                x = checkpoint_name(self.dropout(x), f"d{i}c.drop")
+                x = checkpoint_name(self.dropout(x), f"d{i}{self.levels[i][-1]}.drop")
             if i < self.depth:
                 skips.append(x)
                 x = checkpoint_name(ops.max_pool(x), f"d{i + 1}a")
         for i in reversed(range(self.depth)):
-            below = f"d{self.depth}c" if i == self.depth - 1 else f"u{i + 1}d"
-            x = self._up(x, below, f"u{i}a")
+            x = self._up(x, self._below(i), f"u{i}a")
             skip = checkpoint_name(ops.center_crop(skips[i], x.shape[1:-1]), f"d{i}cc")
             x = checkpoint_name(jnp.concatenate([skip, x], -1), f"u{i}b")
             x = self._conv(x, f"u{i}b", f"u{i}c")
@@ -123,6 +138,19 @@ class UNet(nnx.Module):
     def loss(self, x: jax.Array, labels: jax.Array) -> jax.Array:
         """Mean softmax cross-entropy; positions labelled -1 do not count."""
         return checkpoint_name(ops.softmax_cross_entropy(self(x), labels), "loss")
+
+    def encoder_blocks(self) -> list[list[nn.Conv]]:
+        """The convolutions of each level on the way down."""
+        return [
+            [getattr(self, f"conv_d{i}{source}_{target}") for source, target in pairwise(letters)]
+            for i, letters in enumerate(self.levels)
+        ]
+
+    def _below(self, i: int) -> str:
+        """What is up-sampled to level `i`."""
+        if i == self.depth - 1:
+            return f"d{self.depth}{self.levels[self.depth][-1]}"
+        return f"u{i + 1}d"
 
     def output_size(self, n: int) -> int:
         """The size of the score along an axis of `n` pixels."""
@@ -164,6 +192,14 @@ def _widths(channels: int | Sequence[int], depth: int | None) -> tuple[int, ...]
     if len(widths) < 2 or min(widths) < 1:
         raise ValueError(f"`channels` (={channels}) and `depth` (={depth}) must be positive")
     return widths
+
+
+def _check_vgg16(channels: Any, depth: int | None, padding: str) -> None:
+    if not isinstance(channels, int) or depth not in (None, len(BLOCKS) - 1) or padding != "SAME":
+        raise ValueError(
+            "`encoder='vgg16'` wants `padding='SAME'` and `channels` of its first level, a number, "
+            f"and has a `depth` of {len(BLOCKS) - 1}; given are {padding!r}, {channels} and {depth}"
+        )
 
 
 def _one_of(what: str, value: Any, allowed: tuple[Any, ...]) -> None:

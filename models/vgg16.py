@@ -14,7 +14,7 @@ from jaxtile import nn, ops
 from ._classifier import Classifier, PooledClassifier, check_labels
 from ._sizes import check_image, check_size
 
-_BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
+BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
 """Channels of each convolution, in units of the first one's."""
 
 
@@ -50,7 +50,7 @@ class VGG16(nnx.Module):
     ):
         types = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.in_channels = n_in = in_channels
-        for block, widths in enumerate(_BLOCKS, start=1):
+        for block, widths in enumerate(BLOCKS, start=1):
             for i, n in enumerate((w * width for w in widths), start=1):
                 conv = nn.Conv(n_in, n, (3, 3), kernel_init=nnx.initializers.he_normal(), **types)
                 setattr(self, f"conv{block}_{i}", conv)
@@ -70,9 +70,16 @@ class VGG16(nnx.Module):
             x = self.block(x, block)
         return x if self.classifier is None else self.classifier(x)
 
+    def conv_blocks(self) -> list[list[nn.Conv]]:
+        """The convolutions of each block."""
+        return [
+            [getattr(self, f"conv{block}_{i}") for i in range(1, len(widths) + 1)]
+            for block, widths in enumerate(BLOCKS, start=1)
+        ]
+
     def block(self, x: jax.Array, block: int) -> jax.Array:
         """One of the five blocks: convolutions with ReLU, then a pool."""
-        for i in range(1, len(_BLOCKS[block - 1]) + 1):
+        for i in range(1, len(BLOCKS[block - 1]) + 1):
             x = nnx.relu(getattr(self, f"conv{block}_{i}")(x))
             x = checkpoint_name(x, f"conv{block}_{i}")
         return checkpoint_name(ops.max_pool(x), f"pool{block}")

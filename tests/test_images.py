@@ -94,6 +94,8 @@ FORMATS = {
     ),
     "tiff planes": (".tif", values(61, 47, 3), planar(photometric="rgb")),
     "tiff pages": (".tif", values(61, 47, 5), pages),
+    "tiff pages that are rows": (".tif", values(61, 47, 5), tiff()),
+    "tiff rows, deflate": (".tif", values(61, 47, 2), tiff(compression="zlib")),
     "tiff pyramid": (".tif", values(61, 47, 3), pyramid),
     "tiff flat pyramid": (".tif", values(64, 48, 3), flat_pyramid),
     "npy": (".npy", values(61, 47, 3), np.save),

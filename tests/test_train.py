@@ -422,8 +422,12 @@ def test_other_settings_in_the_same_folder_are_refused(uninterrupted):
 @pytest.mark.slow
 def test_a_run_that_begins_with_the_weights_of_another(uninterrupted, tmp_path):
     """As the refusal advises who wants more steps than the schedule had."""
-    more = [f"--config.start_from={uninterrupted}", "--config.train.steps=3"]
+    code, text = run(uninterrupted, f"--config.train.steps={STEPS + 3}")
+    assert code == 1
+    folder, *more = re.search("give the same command with (.*?)[.] ", text)[1].split()
+    assert folder == f"--workdir={uninterrupted}-{STEPS + 3}"
     code, text = run(tmp_path, *more)
+    assert "step 3/3" in text
     assert code == 0, text
     assert f"beginning with the weights of {uninterrupted}" in text
     losses = [

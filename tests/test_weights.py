@@ -1,4 +1,4 @@
-"""Weights in torchvision's layout, from real files."""
+"""Weights in the layouts of torchvision and Keras, from real files."""
 
 import io
 import os
@@ -8,6 +8,7 @@ import types
 import zipfile
 from collections import OrderedDict
 
+import h5py
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -246,6 +247,114 @@ def test_a_pth_file_is_read_without_running_its_code(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"it calls \w+\.mkdir, and only weights are read"):
         models.load_weights(found, tmp_path / "b.pth")
     assert not (tmp_path / "b.pth.hacked").exists()
+
+
+def in_keras(tensors):
+    """ResNet50's weights as Keras would have them."""
+    names = {"weight": "gamma", "bias": "beta", "running_mean": "moving_mean"}
+    names["running_var"] = "moving_variance"
+    found = {}
+    for name, array in tensors.items():
+        layer, variable = name.rsplit(".", 1)
+        if variable == "num_batches_tracked":
+            continue
+        if layer == "fc":
+            found[f"predictions/{'kernel' if variable == 'weight' else 'bias'}"] = array.T
+            continue
+        *block, unit = (
+            layer.replace(".downsample.0", ".conv0").replace(".downsample.1", ".bn0").split(".")
+        )
+        where = (
+            f"conv{int(block[0][-1]) + 1}_block{int(block[1]) + 1}_{unit[-1]}" if block else "conv1"
+        )
+        if "conv" in unit:
+            kernel = array.transpose(2, 3, 1, 0)
+            found[f"{where}_conv/kernel"] = kernel if block else kernel[:, :, ::-1]
+            found[f"{where}_conv/bias"] = np.arange(len(array), dtype=np.float64)
+        else:
+            shift = {"running_mean": np.arange(len(array)), "running_var": 1e-5 - 1.001e-5}
+            found[f"{where}_bn/{names[variable]}"] = array + shift.get(variable, 0)
+    return found
+
+
+def write_h5(path, tensors):
+    """As Keras 3 does for `.weights.h5`, and as older ones did."""
+    with h5py.File(path, "w") as file:
+        for i, layer in enumerate(dict.fromkeys(name.split("/")[0] for name in tensors)):
+            variables = [(k, v) for k, v in tensors.items() if k.startswith(f"{layer}/")]
+            if path.name.endswith(".weights.h5"):
+                group = file.create_group(f"layers/layer_{i}/vars")
+                group.attrs["name"] = layer
+                for number, (_, array) in enumerate(variables):
+                    group[str(number)] = array
+            else:
+                for name, array in variables:
+                    file[f"{layer}/{name}:0"] = array
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.h5", "a.weights.h5"])
+def test_resnet50_of_keras(tmp_path, name):
+    tensors = in_keras(state_dict())
+    path = tmp_path / name
+    np.savez(path, **tensors) if name.endswith(".npz") else write_h5(path, tensors)
+    with pytest.raises(ValueError, match="make the model with `stride_first=True`"):
+        models.load_weights(resnet50(), path)
+    found, want = (make("resnet50", 3, blocks=(1, 1), width=2, stride_first=True) for _ in "ab")
+    models.load_weights(found, path)
+    models.load_weights(want, state_dict())
+    assert_close(arrays(found), arrays(want), 1e-7)
+    write_h5(tmp_path / "b.h5", {**tensors, "dense_3/kernel": np.zeros(3)})
+    with pytest.raises(ValueError, match="dense_3 is no layer of Keras' ResNet50 or VGG16"):
+        models.load_weights(found, tmp_path / "b.h5")
+
+
+def vgg16_state_dict(model):
+    random = np.random.default_rng(0)
+    tensors, index = {}, 0
+    for block in model.conv_blocks():
+        for conv in block:
+            *size, n_in, n_out = conv.kernel.shape
+            tensors[f"features.{index}.weight"] = random.standard_normal((n_out, n_in, *size))
+            tensors[f"features.{index}.bias"] = random.standard_normal(n_out)
+            index += 2
+        index += 1
+    return tensors
+
+
+def test_a_unet_with_the_encoder_of_vgg16(tmp_path):
+    vgg = make("vgg16", width=2)
+    tensors = vgg16_state_dict(vgg)
+    np.savez(tmp_path / "vgg16.npz", **tensors, **{"classifier.0.weight": np.zeros((4096, 784))})
+    models.load_weights(vgg, tensors)
+    options = {"channels": 2, "encoder": "vgg16", "padding": "SAME"}
+    config = base("unet", **options)
+    config.data.channels = 3
+    weights, remarks = first_weights(Learner(config), str(tmp_path / "vgg16.npz"))
+    assert remarks == "; all after the encoder begins anew"
+    ours = [
+        weights.params[f"conv_d{i}{pair}"]
+        for i, pairs in enumerate(("a_b b_c",) * 2 + ("a_b b_c c_d",) * 3)
+        for pair in pairs.split()
+    ]
+    theirs = [nnx.state(conv, nnx.Param) for block in vgg.conv_blocks() for conv in block]
+    assert_close(jax.tree.leaves(ours), jax.tree.leaves(theirs), 0)
+    scores = jax.eval_shape(lambda: make("unet", 3, **options)(jnp.zeros((1, 32, 48, 3))))
+    assert scores.shape == (1, 32, 48, 2)
+    with pytest.raises(ValueError, match="without norms, and here `norm` is 'batch'"):
+        models.load_weights(nnx.eval_shape(lambda: make("unet", norm="batch", **options)), tensors)
+    with pytest.raises(ValueError, match=r"wants `padding='SAME'`.*given are 'VALID', 2 and None"):
+        make("unet", 3, **{**options, "padding": "VALID"})
+
+
+def test_a_file_without_a_classifier(tmp_path):
+    tensors = {k: v for k, v in in_keras(state_dict()).items() if "predictions" not in k}
+    np.savez(tmp_path / "notop.npz", **tensors)
+    config = base("resnet50", blocks=(1, 1), width=2, stride_first=True)
+    config.data.channels = 3
+    _, remarks = first_weights(Learner(config), str(tmp_path / "notop.npz"))
+    assert remarks.startswith("; fc.weight, fc.bias begin anew; Keras trained these on BGR")
+    flags = "'--config.data.mean=(0.48503, 0.45796, 0.4076)' '--config.data.std=(0.0039216,)'"
+    assert flags in remarks
 
 
 def test_training_begins_with_a_file(tmp_path):

@@ -8,9 +8,13 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
-from .support import assert_same, normal
+import models
+
+from .support import assert_close, assert_same, normal
 
 pytestmark = pytest.mark.slow
 
@@ -277,3 +281,24 @@ def test_keras(keras, name):
     assert "f32[2," not in str(jax.make_jaxpr(apply)(trained, image, others))
     schedule = {"in_axes": axes, "tiles": (2, 2), "policy": store_convolutions}
     assert_same(apply, trained, image, others, **schedule)
+
+
+@pytest.mark.parametrize(
+    "name, size, options", [("ResNet50", 64, {"stride_first": True}), ("VGG16", 224, {})]
+)
+def test_weights_of_keras(keras, tmp_path, name, size, options):
+    """The same scores as Keras', whose images are BGR."""
+    theirs = getattr(keras.applications, name)(
+        weights=None, classes=5, classifier_activation=None, input_shape=(size, size, 3)
+    )
+    random = np.random.default_rng(0)
+    for w in theirs.weights:
+        deviation = np.sqrt(2 / np.prod(w.shape[:-1])) if len(w.shape) > 1 else 0.1
+        w.assign(np.asarray(w) + deviation * np.abs(random.standard_normal(w.shape)))
+    theirs.save_weights(tmp_path / "a.weights.h5")
+    types = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+    ours = models.create(name.lower(), 5, **options, **types)
+    models.load_weights(ours, tmp_path / "a.weights.h5")
+    ours.eval()
+    image = normal(0, 1, size, size, 3)
+    assert_close(ours(image), jnp.asarray(theirs(image[..., ::-1], training=False)), 1e-12)

@@ -7,10 +7,9 @@
 
 A label is a class (an int32), or a mask: a class for each position (uint8), where 255 does not
 count. `_dataset.py` says what a dataset is, `_synthetic.py` and `_textures.py` draw, `_listing.py`
-finds files and their labels, `_folder.py` reads windows of them, `_regions.py` says where these may
-lie, `_examine.py` and `_scan.py` look
-at whole files, `_scale.py` makes bytes of pixels, `_own.py` takes anybody's data, `_batches.py`
-puts examples in order.
+finds files and their labels, `_folder.py` reads windows of them, `_regions.py` and `_weighted.py`
+say where these may lie, `_examine.py` and `_scan.py` look at whole files, `_scale.py` makes bytes
+of pixels, `_own.py` takes anybody's data, `_batches.py` puts examples in order.
 """
 
 from __future__ import annotations
@@ -74,6 +73,8 @@ def load(
         mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
         ignored: in masks, the values of what does not count.
         regions: a folder in `path` with regions that training windows lie in, see `_regions.py`.
+        class_weights: by which training examples are drawn, see `_weighted.py`; `examine` takes
+          them.
         nodata: values of pixels that hold no data: there labels do not count.
         files_outside: whether a table of labels may name files outside its folder.
         train_images, eval_images: how many synthetic images.

@@ -2,8 +2,9 @@
 
 Position `p = step * batch_size + i` of a run is in epoch `p // n`. Its example is number
 `default_rng([seed, epoch]).permutation(n)[p % n]`, with `default_rng([seed, p])` for what is random
-in it. A run that starts at step k thus sees at step k what an uninterrupted run sees there. A batch
-may cross from one epoch to the next.
+in it; or a dataset's `chances` say which it is, with `default_rng([seed, p, 1])`. A run that starts
+at step k thus sees at step k what an uninterrupted run sees there. A batch may cross from one epoch
+to the next.
 
 Threads make batches ahead of time. An error in one is raised where its batch would have come.
 """
@@ -102,6 +103,9 @@ class Batches:
 
     def index(self, position: int) -> int:
         """Which example is at a position of the run."""
+        if self.dataset.chances is not None:
+            generator = np.random.default_rng([self.seed, position, 1])
+            return int(generator.choice(len(self.dataset), p=self.dataset.chances))
         epoch, place = divmod(position, len(self.dataset))
         if self._order[0] != epoch:
             generator = np.random.default_rng([self.seed, epoch])

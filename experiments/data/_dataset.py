@@ -71,6 +71,7 @@ class Dataset:
       skipped: the bad files met so far, each with its error.
       ignored: how many files of a folder are no images, by their names.
       scale: of values that are not of 8 bits; `examine` finds it out.
+      chances: of each example to be the next in training; None: all come once in each epoch.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Dataset:
         self.skipped: dict[str, str] = {}
         self.ignored = 0
         self.scale: Scale | None = None
+        self.chances: np.ndarray | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError

@@ -7,6 +7,7 @@ is kept beside the run: when it goes on, and in prediction, pixels become the sa
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from ..program.files import write_atomically
 from ._dataset import DataError, Dataset
 from ._folder import Folder
 from ._scale import Scale
-from ._scan import Found, Job, scan
+from ._scan import Found, Job, as_lists, from_lists, scan
 
 _MOST_THREADS = 16
 _MOST_NAMED = 20  # classes in a line
@@ -36,6 +37,7 @@ def examine(
     folder: Path,
     *,
     limits: Sequence[float] = (),
+    weights: Sequence[float] = (),
     share: Share = lambda make: make(),
 ) -> list[str]:
     """Look at all files of both datasets, once; returns what to tell the user, as lines.
@@ -47,10 +49,12 @@ def examine(
       folder: of the run. `scanned.jsonl` there keeps what was found for the next time, and
         `data.json` the range.
       limits: the range of values, as the user gave it; (): that of the training images.
+      weights: of classes, by which training examples are drawn; (): all are as likely.
     """
     if not (isinstance(train, Folder) and isinstance(evaluation, Folder)):
         return []
-    found = json.loads(share(lambda: json.dumps(_look(train, evaluation, folder, limits))))
+    look = functools.partial(_look, train, evaluation, folder, limits, bool(weights))
+    found = json.loads(share(lambda: json.dumps(look())))
     if "error" in found:
         raise DataError(*found["error"])
     lines = []
@@ -60,15 +64,19 @@ def examine(
     for dataset, which, counts in zip(
         (train, evaluation), ("training", "held-out"), found["counts"], strict=True
     ):
-        dataset.drop(found["bad"])
-        lines += _of_classes(dataset, which, counts) if counts else []
+        kept = dataset.drop(found["bad"])
+        if counts:
+            numbers = np.array(counts["classes"])[kept]
+            lines += _of_classes(dataset, which, numbers.sum(0).tolist(), counts["ignored"])
+        if weights and dataset is train:
+            places = {Path(p): from_lists("mask", lists) for p, lists in found["places"].items()}
+            lines.append(train.weigh(weights, numbers, places))
     return lines
 
 
-def _of_classes(dataset: Folder, which: str, counts: dict[str, Any]) -> list[str]:
+def _of_classes(dataset: Folder, which: str, number: list[int], ignored: int) -> list[str]:
     """How often each class is there, and a warning for those that are not."""
     unit = "pixels" if dataset.masks else "images"
-    number, ignored = counts["classes"], counts["ignored"]
     shown = ", ".join(f"{n:,} of class {c}" for c, n in enumerate(number[:_MOST_NAMED]))
     shown += ", ..." if len(number) > _MOST_NAMED else ""
     lines = [f"{which} {unit}: {shown}{f'; {ignored:,} ignored' if ignored else ''}"]
@@ -82,7 +90,9 @@ def _of_classes(dataset: Folder, which: str, counts: dict[str, Any]) -> list[str
     return lines
 
 
-def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[float]) -> Any:
+def _look(
+    train: Folder, evaluation: Folder, folder: Path, limits: Sequence[float], weighted: bool
+) -> Any:
     """What was found; or what is wrong, for all processes to raise."""
     try:
         began_with = read_range(folder) if any(folder.glob("checkpoints/[0-9]*")) else None
@@ -109,7 +119,9 @@ def _look(train: Folder, evaluation: Folder, folder: Path, limits: Sequence[floa
     except ImageError as error:
         return {"error": [str(error.path), error.reason]}
     texts = {path: str(error) for path, error in bad.items()}
-    return {"bad": texts, "counts": counts, "range": limits, "origin": origin}
+    masks = {item.label for item in train.items if weighted and train.masks}
+    places = {str(p): as_lists(found[p]) for p in masks if isinstance(found[p], dict)}
+    return {"bad": texts, "counts": counts, "range": limits, "origin": origin, "places": places}
 
 
 def _to_scale(train: Folder, evaluation: Folder) -> list[Job]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from ._listing import Item, Listing
 from ._regions import Region
 from ._regions import starts as starts_in
 from ._scale import check_channels, is_nodata, read_pixels
+from ._weighted import OfClasses, chances, described
 
 _OPEN_IMAGES = 8
 """Kept open by each thread, with the parts of them that were decoded last."""
@@ -137,7 +139,7 @@ class Folder(Dataset):
             raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
         if rng is None:
             starts = [n // 2 for n in spare]
-        elif self.regions:
+        elif item.image in self.regions:
             starts = starts_in(self.regions[item.image], rng, image.shape[:-1], size)
         else:
             starts = [rng.integers(n + 1) for n in spare]
@@ -214,35 +216,50 @@ class Folder(Dataset):
         )
 
     def count_classes(self, masks: dict[Path, Any]) -> dict[str, Any]:
-        """How many pixels of whole masks each class has, or how many images."""
-        counts, ignored = [0] * self.classes, 0
-        for item in self.items:
+        """How many pixels of each whole mask each class has; or 1 for the class of an image."""
+        counts, ignored = np.zeros((len(self.items), self.classes), int), 0
+        for of_item, item in zip(counts, self.items, strict=True):
             if not self.masks:
-                for label in item.label if isinstance(item.label, tuple) else (item.label,):
-                    counts[label] += 1
+                of_item[list(item.label) if isinstance(item.label, tuple) else item.label] = 1
                 continue
-            values = masks[item.label]
-            if not isinstance(values, dict):  # it is bad
+            if not isinstance(masks[item.label], dict):  # it is bad
                 continue
+            values = {v: sum(cells.values()) for v, cells in masks[item.label].items()}
             known = {*self.mask_values, *self.ignored_values}
             if unknown := {v: n for v, n in values.items() if v not in known}:
                 self._refuse(item.label, unknown)
-            for index, value in enumerate(self.mask_values):
-                counts[index] += values.get(value, 0)
+            of_item[:] = [values.get(value, 0) for value in self.mask_values]
             ignored += sum(values.get(value, 0) for value in self.ignored_values)
-        return {"classes": counts, "ignored": ignored}
+        return {"classes": counts.tolist(), "ignored": ignored}
 
-    def drop(self, bad: dict[str, str]) -> None:
-        """Leave out files, each with its error."""
+    def weigh(self, weights: Sequence[float], counts: np.ndarray, masks: dict[Path, Any]) -> str:
+        """Draw examples by class; returns what to tell the user.
+
+        Args:
+          counts: of each image and class, as `count_classes` has them.
+          masks: where each mask has which values.
+        """
+        shares = chances(counts, weights)
+        self.chances = shares.sum(1)
+        for item, of_classes in zip(self.items, shares, strict=True):
+            if self.masks and of_classes.any():
+                opened = functools.partial(self._image, item.label, mask=True)
+                found = masks[item.label]
+                self.regions[item.image] = OfClasses(opened, found, self.mask_values, of_classes)
+        return described(weights, shares, self.masks)
+
+    def drop(self, bad: dict[str, str]) -> list[int]:
+        """Leave out files, each with its error; returns which of the items stay."""
         kept = []
-        for item, header in zip(self.items, self.headers, strict=True):
+        for position, item in enumerate(self.items):
             errors = [bad[str(p)] for p in (item.image, item.label) if str(p) in bad]
             if errors:
                 self.skipped[self._name(item.image)] = errors[0]
             else:
-                kept.append((item, header))
+                kept.append(position)
         self._check_some(kept)
-        self.items, self.headers = map(list, zip(*kept, strict=True))
+        self.items, self.headers = [[of[i] for i in kept] for of in (self.items, self.headers)]
+        return kept
 
     def _open(self, path: Path, mask: bool = False) -> Image:
         image = open_image(path, self.geometry.dimensions, self.geometry.level, mask=mask)

@@ -26,6 +26,7 @@ from ..images import Image, ImageError, open_image
 from ..program.progress import Bar
 from ._dataset import DataError
 from ._scale import colours
+from ._weighted import Places, in_cells
 
 _AT_ONCE = 2**22  # pixels of a window
 _MOST_VALUES = 1024  # of a mask, which has at most 255 classes
@@ -36,7 +37,7 @@ _QUIET_SECONDS = 3.0  # before progress is shown
 class Job:
     path: Path
     kind: str
-    """`"mask"`: how many pixels have each value. `"image"`: the smallest and the largest value."""
+    """`"mask"`: where which values are. `"image"`: the smallest and the largest value."""
     pixels: int
     dimensions: int = 2
     level: int = 0
@@ -47,7 +48,7 @@ class Job:
         return f"{self.kind}{self.level or ''}", str(self.path.absolute())
 
 
-Found = dict[int, int] | tuple[float, float] | ImageError
+Found = Places | tuple[float, float] | ImageError
 
 
 def scan(jobs: Sequence[Job], kept: Path | None, threads: int) -> dict[Path, Found]:
@@ -88,27 +89,33 @@ def _look(job: Job, progress: _Progress) -> tuple[list[int], Found]:
         return [], ImageError(job.path, f"cannot be read ({error})")
 
 
-def count_values(image: Image, progress: Callable[[int], Any]) -> dict[int, int]:
-    """How many pixels of a mask have each value."""
-    counts: collections.Counter[int] = collections.Counter()
+def count_values(image: Image, progress: Callable[[int], Any]) -> Places:
+    """How many pixels of a mask have each value, in each cell of it."""
+    found: Places = collections.defaultdict(collections.Counter)
     for window in windows(image.shape, image.block):
         values = image[window][..., 0]
-        low, high = int(values.min()), int(values.max())
-        if high - low < 2**16:
-            numbers = np.bincount((values.astype(np.int64) - low).ravel())
-            there = np.flatnonzero(numbers)
-            counts.update(dict(zip((there + low).tolist(), numbers[there].tolist(), strict=True)))
-        else:
-            unique, numbers = np.unique(values, return_counts=True)
-            counts.update(dict(zip(unique.tolist(), numbers.tolist(), strict=True)))
-        if len(counts) > _MOST_VALUES:
+        for cell, part in in_cells(window, image.shape[:-1]):
+            for value, number in _counts(values[part]):
+                found[value][cell] += number
+        if len(found) > _MOST_VALUES:
             raise DataError(
                 image.path,
-                f"holds more than {_MOST_VALUES} different values, from {min(counts)} to "
-                f"{max(counts)}: a mask holds a class for each pixel, and no numbers of objects",
+                f"holds more than {_MOST_VALUES} different values, from {min(found)} to "
+                f"{max(found)}: a mask holds a class for each pixel, and no numbers of objects",
             )
         progress(values.size)
-    return dict(sorted(counts.items()))
+    return {value: dict(found[value]) for value in sorted(found)}
+
+
+def _counts(values: np.ndarray) -> Iterator[tuple[int, int]]:
+    low, high = int(values.min()), int(values.max())
+    if high - low < 2**16:
+        numbers = np.bincount((values.astype(np.int64) - low).ravel())
+        there = np.flatnonzero(numbers)
+        unique, numbers = there + low, numbers[there]
+    else:
+        unique, numbers = np.unique(values, return_counts=True)
+    return zip(unique.tolist(), numbers.tolist(), strict=True)
 
 
 def value_range(image: Image, progress: Callable[[int], Any]) -> tuple[float, float]:
@@ -207,7 +214,7 @@ def _read_kept(kept: Path | None) -> dict[tuple[str, str], tuple[list[int], Foun
         for text in kept.read_text(errors="replace").splitlines() if kept is not None else ():
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 line = json.loads(text)
-                held = _from_json(line["kind"], line["found"])
+                held = from_lists(line["kind"], line["found"])
                 known[line["kind"], line["file"]] = line["state"], held
     return known
 
@@ -218,16 +225,22 @@ def _opened(kept: Path | None, stack: contextlib.ExitStack) -> Any:
 
 
 def _keep(file: Any, job: Job, state: list[int], found: Found) -> None:
-    pairs = list(found.items()) if isinstance(found, dict) else list(found)
     kind, name = job.key
-    line = {"file": name, "kind": kind, "state": state, "found": pairs}
+    line = {"file": name, "kind": kind, "state": state, "found": as_lists(found)}
     with contextlib.suppress(OSError):  # what cannot be kept is looked at again
         file.write(f"\n{json.dumps(line)}\n")  # a line that a killed process left may have no end
         file.flush()
 
 
-def _from_json(kind: str, found: Any) -> Found:
+def as_lists(found: Found) -> list[Any]:
+    """As JSON can hold it."""
+    if not isinstance(found, dict):
+        return list(found)
+    return [[value, list(numbers.items())] for value, numbers in found.items()]
+
+
+def from_lists(kind: str, found: Any) -> Found:
     if kind.startswith("mask"):
-        return {int(value): int(count) for value, count in found}
+        return {int(v): {int(cell): int(n) for cell, n in numbers} for v, numbers in found}
     low, high = found
     return low, high

@@ -44,7 +44,10 @@ def open_tiff(path: Path, dimensions: int, level: int, mask: bool) -> Image:
     except Exception as error:
         raise ImageError(path, f"is not a TIFF, or is corrupt ({describe(error)})") from error
     try:
-        reader = _Reader(path, file, _pages(path, file, dimensions, (level, mask)), dimensions)
+        pages = _pages(path, file, dimensions, (level, mask))
+        if dimensions == 2 and _are_rows(file.series[0], pages):
+            return _of_rows(_Reader(path, file, pages, 3))
+        reader = _Reader(path, file, pages, dimensions)
         segment = (1, reader.shape[-2]) if reader.raw else reader.segment
         return Image(
             path,
@@ -95,6 +98,31 @@ def _pages(path: Path, file: Any, dimensions: int, which: tuple[int, bool]) -> l
             "image in its own file, or set `data.dimensions` to 3 if it is a volume",
         )
     return pages
+
+
+def _are_rows(series: Any, pages: list[Any]) -> bool:
+    """Whether pages are rows of one image, with its channels as their columns.
+
+    `tifffile.imwrite(path, array)` writes that of an array (H, W, C), unless it is told otherwise
+    or C is 3 or 4. The other way to read it has H channels, more than there are columns.
+    """
+    separate, _, _, width, contiguous = pages[0].keyframe.shaped
+    return (
+        series.kind == "shaped"
+        and len(series.shape) == 3
+        and separate * contiguous == 1
+        and width < len(pages)
+    )
+
+
+def _of_rows(reader: _Reader) -> Image:
+    height, width, channels, _ = reader.shape
+
+    def read(window: Window) -> np.ndarray:
+        return reader.read((*window, slice(0, channels)))[..., 0]
+
+    shape = height, width, channels
+    return Image(reader.path, shape, reader.dtype, read, close=reader.close, block=(1, width))
 
 
 def _pyramid(first: Any, reduced: list[Any]) -> list[Any]:

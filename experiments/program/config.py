@@ -48,6 +48,7 @@ _DATA = {
     "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
     "ignored": (),  # values of masks that do not count, as (255,)
     "regions": "",  # a folder in `path`: where training windows lie (GeoJSON, CSV or masks)
+    "class_weights": (),  # training windows by the class in their centre, as (1, 4); (): anywhere
     "nodata": (),  # values of pixels without data, whose labels do not count, as (0,)
     "range": (),  # of pixels that are not 8 bits, as (0, 4095); (): as found
     "files_outside": False,  # labels.csv may name files outside its folder
@@ -94,7 +95,7 @@ def base(model: str, **options: Any) -> ConfigDict:
             "dtype": "float32",
             "seed": 0,
             # To begin with: the workdir of another run, of which the best weights are taken; or
-            # torchvision's weights, as resnet50.safetensors, .npz or .pth.
+            # weights of torchvision or Keras, as resnet50.safetensors, .npz, .pth or .h5.
             "start_from": "",
             "mesh": (),  # devices along rows and columns of the image, as (4, 2)
             "deterministic": True,  # on a GPU: sums in a fixed order; going on gives the same bits
@@ -187,6 +188,7 @@ def check(config: ConfigDict) -> None:
             f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
             "`data.size` pixels, and are evaluated whole"
         )
+    _check_class_weights(config.data)
     if config.data.resize and (
         config.data.kind != "folder"
         or config.data.labels in ("masks", "targets")
@@ -204,6 +206,27 @@ def check(config: ConfigDict) -> None:
         policies.resolve(config.policy)
     except ValueError as error:
         raise ConfigError(f"`policy`: {error}") from error
+
+
+def _check_class_weights(data: ConfigDict) -> None:
+    weights, name = data.class_weights, f"`data.class_weights` (={data.class_weights})"
+    if not weights:
+        return
+    if data.kind != "folder" or data.labels not in ("masks", "folders", "csv"):
+        raise ConfigError(
+            f"{name} is for files (`data.kind` folder) whose `data.labels` are masks, folders or "
+            f"csv; here they are {data.kind!r} and {data.labels!r}"
+        )
+    finite = all(0 <= w < math.inf for w in weights)
+    if len(weights) != data.classes or not finite or not any(weights):
+        raise ConfigError(
+            f"{name} must be {data.classes} numbers, one for each class, not negative and not all 0"
+        )
+    if data.regions:
+        raise ConfigError(
+            f"{name} and `data.regions` (={data.regions!r}) both say where windows lie: use one. "
+            "Pixels of masks that are `data.ignored` are of no class, and never in the centre"
+        )
 
 
 def with_defaults(config: ConfigDict) -> ConfigDict:

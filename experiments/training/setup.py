@@ -35,6 +35,7 @@ def examined_data(
             eval_set,
             folder,
             limits=learner.config.data.range,
+            weights=learner.config.data.class_weights,
             share=devices.made_by_first,
         )
     found += _normalise(learner, train_set, folder, devices)

@@ -63,16 +63,16 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
 
 
 def first_weights(learner: Learner, source: str) -> tuple[Weights, str]:
-    """Those of another run, or of a file in torchvision's layout; and what is not in the file."""
+    """Those of another run, or of a file in torchvision's or Keras' layout; and remarks on it."""
     if pathlib.Path(source).suffix not in models.SUFFIXES:
         return load_trained(source).weights, ""
     if learner.network.pretrained is None:
         raise ConfigError(f"`start_from`: {source} is for models of this repository")
     try:
-        params, variables, new = learner.network.pretrained(source)
+        params, variables, remarks = learner.network.pretrained(source)
     except (ValueError, TypeError, OSError, ImportError) as error:
         raise ConfigError(f"`start_from`: {error}") from error
-    return Weights(params, variables), f"; {', '.join(new)} begin anew" if new else ""
+    return Weights(params, variables), "".join(f"; {remark}" for remark in remarks)
 
 
 def _weights(learner: Learner, found: Restored) -> Weights:

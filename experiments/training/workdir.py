@@ -50,13 +50,29 @@ class Workdir:
                 f"are the same: mv {proposed} {self.path / 'config.json'}"
             ) from error
         new = _parsed(config.to_json())
-        found = differences(*(dict(fields(with_defaults(ConfigDict(c)))) for c in (old, new)))
+        there, here = (dict(fields(with_defaults(ConfigDict(c)))) for c in (old, new))
+        found = differences(there, here)
+        more = here["train.steps"] - there["train.steps"]
+        if more > 0 and [text.split(":")[0] for text in found] == ["train.steps"]:
+            raise ConfigError(self._no_longer(there["train.steps"], more, config.train.schedule))
         if found:
             raise ConfigError(
                 f"{self.path} holds a run with other settings ({'; '.join(found[:5])}): give "
                 "another --workdir, or the settings of that run. To train on from its weights: "
                 f"another --workdir, and --config.start_from={self.path}"
             )
+
+    def _no_longer(self, steps: int, more: int, schedule: str) -> str:
+        """What to say to who wants only more steps."""
+        other = self.path.with_name(f"{self.path.name}-{steps + more}")
+        return (
+            f"{self.path} holds a run of {steps} steps, and its learning rate (`train.schedule` "
+            f"{schedule!r}) falls to 0 there: {steps + more} steps would have had other rates from "
+            f"the first on. For {more} more steps from its best weights, whose rate rises and "
+            "falls once more, and with a new optimiser, give the same command with "
+            f"--workdir={other} --config.start_from={self.path} --config.train.steps={more}. A run "
+            "that is begun with --config.train.schedule=constant can be made longer in its folder"
+        )
 
     def adopt(self, config: ConfigDict) -> None:
         """Make it the folder of this config, which was not refused."""

@@ -203,6 +203,11 @@ def _report(found: Memory) -> str:
     for text, times in collections.Counter(map(_described, compiled.largest)).items():
         several = f"{times} x " if times > 1 else ""
         lines.append(f"{several + _mega(size[text]):>18}  {text}")
+    lines.append(
+        "estimated: from the trace, in its order; the compiler fuses and reorders, and its figures "
+        "hold. `jaxtile.plan` estimates by a model of the schedule instead, so it says another "
+        "number; what it calls compiled is the same as here, for the same step."
+    )
     lines += [f"not there: {sentence}" for sentence in found.missing]
     return "\n".join(lines)
 

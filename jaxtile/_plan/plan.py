@@ -88,6 +88,11 @@ class Plan:
             lines[-1] += f"; a step was run and took {format_ms(self.measured_seconds)} ms"
         if self.source not in ("solver", "descent"):
             lines[-1] += f"; this is the policy {self.source!r}"
+        lines.append(
+            "time is more than operations, which `explain` counts: copies, loops and the slower "
+            "kernels of small tiles. Estimated bytes are by a model of the schedule, those of "
+            "`jaxtile.memory` by the trace; compiled ones are the compiler's in both, and hold"
+        )
         return "\n".join(lines)
 
     __str__ = explain
