@@ -47,6 +47,8 @@ from .stage import Candidate, PlannedStage
 
 KEEP: Final = None
 WHOLE: Final = "whole"
+_WINDOWED = 7  # times a value in host memory is moved: written, read twice; its sum of cotangents
+# written as zeros, read and written by the loop that adds to it, and read by the one before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,19 +324,23 @@ class Model:
         return np.where(size > 0, wide / np.maximum(size, 1), needed).prod(-1)
 
     def _offloaded(self, tables: Stretches) -> None:
-        """Variants in which the last result before a stretch waits for it in host memory."""
+        """Variants in which the last result before a stretch waits for it in host memory. Loops
+        read it there, and add up its cotangents there; else it is moved there and back.
+        """
         once = len(self.grids) + 1
         for a, i in enumerate(tables.cuts):
             made = [k for k in range(i) if self.bytes[k] and self.last[k] >= i]
             if not made:
                 continue
             value = made[-1]
-            moved = 2 * self.bytes[value] / self.costs.host_bandwidth
+            moves = np.where([isinstance(g, tuple) for g in (WHOLE, *self.grids)], _WINDOWED, 2)
+            moved = moves * self.bytes[value] / self.costs.host_bandwidth
+            there = (moves > 2) * self.cotangent[value]
             for b, j in enumerate(tables.cuts):
                 if j > self.last[value] and j > i:
                     source, target = (slice(1, 1 + once), a, b), (slice(1 + once, None), a, b)
                     tables.seconds[target] = tables.seconds[source] + moved
-                    tables.peak[target] = tables.peak[source]
+                    tables.peak[target] = tables.peak[source] - there
                     tables.added[target] = tables.added[source] - self.bytes[value]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import jax
 
@@ -26,19 +26,20 @@ from .whole import Statistics, Whole, evaluate
 def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
     """The outputs of the function for flat arguments."""
     devices, by_window = schedule.devices, _only_by_window(schedule)
+    hosted = {v for v in by_window if schedule.stored.get(v) == "host"}
     env: dict[Value, Any] = {}
     for value, x in zip(schedule.graph.inputs, map(jax.numpy.asarray, flat), strict=True):
         moved = value.tiled and value not in by_window and on_host(x)
         env[value] = to_device(x) if moved else x
     if devices is not None:
         env = {v: devices.split(x, v.axes) for v, x in env.items()}
-    runner = _Runner(schedule.stored, devices)
+    runner = _Runner(schedule.stored, devices, hosted)
     runner.run(schedule.steps, env, {})
     return [_as_array(runner.whole(env, v)) for v in schedule.graph.outputs]
 
 
 def _only_by_window(schedule: Schedule) -> set[Value]:
-    """The arguments that only loops read: these may stay in host memory."""
+    """The arguments, and results of loops, that only loops read: these may lie in host memory."""
     whole = [v.array for v in schedule.graph.outputs]
     for step in schedule.steps:
         if isinstance(step, Group) and step.again is not None:
@@ -50,7 +51,13 @@ def _only_by_window(schedule: Schedule) -> set[Value]:
         for region in filter(None, (each, each.again)):
             whole += [v.array for v in region.globals]
             whole += [v.array for v in region.inputs if not region.tiled]
-    return set() if schedule.devices else {*schedule.graph.inputs} - {*whole}
+    made = [v for r in schedule.steps if _loops(r) for v in r.results]
+    return set() if schedule.devices else {*schedule.graph.inputs, *made} - {*whole}
+
+
+def _loops(step: Node | Region | Group) -> TypeGuard[Region]:
+    """Is it a loop over tiles, forwards and backwards?"""
+    return isinstance(step, Region) and step.tiled and step.tiles > 1 and step.again is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +66,8 @@ class _Runner:
 
     stored: Storage
     devices: Devices | None
+    hosted: Collection[Value]
+    """Results that lie in host memory, and nowhere else."""
     run_stage: RunStage = dataclasses.field(default_factory=stage_runner)
 
     def run(
@@ -78,7 +87,11 @@ class _Runner:
                 results = self._run_body(self._body(step), env, hosted)
             for value, x in zip(step.results, results, strict=True):
                 env[value] = known(x, statistics[value]) if value in statistics else x
-            hosted |= {v: to_host(env[v]) for v in step.results if self.stored.get(v) == "host"}
+            hosted |= {v: to_host(env[v]) for v in step.results if self._has_copy(v)}
+
+    def _has_copy(self, value: Value) -> bool:
+        """Is a result offloaded that is needed on the device as well?"""
+        return self.stored.get(value) == "host" and value not in self.hosted
 
     def _run_body(
         self, body: Recomputed, env: dict[Value, Any], hosted: Mapping[Value, jax.Array]
@@ -108,7 +121,7 @@ class _Runner:
         if step.devices is not None:
             return Sharded(step, self.run_stage)
         if step.tiled:
-            return Loop(step, self.run_stage)
+            return Loop(step, self.run_stage, hosted=self.hosted)
         return Whole(step, functools.partial(evaluate, step))
 
     def _group(

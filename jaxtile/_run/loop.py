@@ -19,7 +19,7 @@ Known inefficiency: the backward loop holds the residuals of a whole tile, not o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import jax
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._graph.values import Value
 from .._regions.region import Region
 from .._regions.stages import RunStage
 from .._regions.targets import Target
@@ -35,9 +36,9 @@ from .._rules.reductions import accumulation_dtype
 from .alike import Work, order, zero
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
 from .in_place import are_parts, chosen, places
-from .ordering import after, barriers_are_removed, zeros_after
+from .ordering import after, barriers_are_removed, on_host, to_host, zeros_after
 from .recompute import RECOMPUTED, Given, Saved
-from .slots import Row, Slots, add, write
+from .slots import Row, Slots, add, write, zeros_on_host
 from .tile import Layout, State, Tile, reducer
 
 Sums = tuple[list[Array], list[Array]]
@@ -51,9 +52,15 @@ class Loop:
     """The function of a region: inputs and globals to results, tile by tile, and its derivative."""
 
     def __init__(
-        self, region: Region, run_stage: RunStage | None = None, layout: Layout | None = None
+        self,
+        region: Region,
+        run_stage: RunStage | None = None,
+        layout: Layout | None = None,
+        hosted: Collection[Value] = (),
     ):
+        """`hosted`: results that are written to host memory, and nowhere else."""
         self.region, self.tile = region, Tile(region, run_stage, layout)
+        self.hosted = [t.reduction is None and t.result in hosted for t in region.targets]
         windows = self.tile.plan.windows
         self.parted = [are_parts(region, v, windows.get(v, {})) for v in region.inputs]
         self.places = places(region, self.tile.cuts)
@@ -74,10 +81,8 @@ class Loop:
         tile, targets = self.tile, self.region.targets
         zeros = zeros_after([*inputs, *globals_])
         carry = [
-            self._start(t)
-            if t.reduction
-            else (zeros(tile.layout.shape(t.value), t.value.aval.dtype),)
-            for t in targets
+            self._start(t) if t.reduction else (self._empty(k, t.value.aval.dtype, zeros),)
+            for k, t in enumerate(targets)
         ]
         carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
 
@@ -111,6 +116,11 @@ class Loop:
         (carry, *_), out = _scan(body, (carry, *kept), jax.tree.map(lambda x: x[turns], xs))
         return carry, jax.tree.map(lambda x: x[np.argsort(turns)], out)
 
+    def _empty(self, k: int, dtype: Any, zeros: Zeros = jnp.zeros) -> Array:
+        """What the tiles of target `k` are written to."""
+        shape = self.tile.layout.shape(self.region.targets[k].result)
+        return to_host(jnp.zeros(shape, dtype)) if self.hosted[k] else zeros(shape, dtype)
+
     def _start(self, target: Target) -> State:
         """The state of a reduction before the first tile: the same number everywhere."""
         shape = self.tile.layout.shape(target.result)
@@ -143,14 +153,14 @@ class Loop:
         tile, (inputs, globals_, (kept, remembered)) = self.tile, saved
         read_from = [*there(inputs), *globals_]
         zeros = zeros_after(given.cotangents, read_from)
-        shared = self._shared(given)
+        shared = self._shared(inputs, given)
         into = [
             (write, tile.result_slots[shared[i]])
             if i in shared
             else (write if self.parted[i] and c is None else add, tile.input_slots[i])
             for i, c in enumerate(given.begun)
         ]
-        carry = self.sums(globals_, given, len(rows), zeros)
+        carry = self.sums(saved, given, len(rows), zeros)
         place = {i: sum(given.wanted[0][:i]) for i in shared}
         for i, k in shared.items():
             carry[0][place[i]] = cast(Array, given.cotangents[k])
@@ -184,12 +194,16 @@ class Loop:
         sums: Sums = self._scan(work, carry, (rows, remembered))[0]
         return sums
 
-    def _shared(self, given: Given) -> dict[int, int]:
+    def _shared(self, inputs: Sequence[Array | None], given: Given) -> dict[int, int]:
         """Inputs whose cotangents take the place of a target's, and that target."""
         if not given.begun or barriers_are_removed() or self.region.skips:
             return {}
-        free = [w and c is None for w, c in zip(given.wanted[0], given.begun, strict=True)]
-        return chosen(self.places, [c is not None for c in given.cotangents], free)
+        free = [
+            w and c is None and not _hosted(x)
+            for w, c, x in zip(given.wanted[0], given.begun, inputs, strict=True)
+        ]
+        there = [c is not None and not on_host(c) for c in given.cotangents]
+        return chosen(self.places, there, free)
 
     def tangents(self, saved: Saved, tangents: Tangents) -> Cotangents:
         """One loop over the tiles: the tangents of the targets' tiles, and sums of those of
@@ -202,10 +216,7 @@ class Loop:
         ]
         dtypes = [targets[k].result.aval.dtype for k in floats]
         zeros = [
-            jnp.zeros(
-                tile.layout.shape(targets[k].result),
-                accumulation_dtype(dtype) if targets[k].reduction else dtype,
-            )
+            self._empty(k, accumulation_dtype(dtype) if targets[k].reduction else dtype)
             for k, dtype in zip(floats, dtypes, strict=True)
         ]
         carry, rows = as_varying_as((zeros, rows), [*there(inputs), *globals_])
@@ -228,17 +239,24 @@ class Loop:
         totals = dict(zip(floats, map(lax.convert_element_type, found, dtypes), strict=True))
         return [totals.get(k) for k in range(len(targets))]
 
-    def sums(self, globals_: Arrays, given: Given, tiles: int, zeros: Zeros) -> Sums:
-        """What the cotangents of the wanted inputs and globals are added up in."""
+    def sums(self, saved: Saved, given: Given, tiles: int, zeros: Zeros) -> Sums:
+        """What the cotangents of the wanted inputs and globals are added up in.
+
+        Those of an input in host memory are there too.
+        """
         tile, sums = self.tile, []
         for i, (value, slots) in enumerate(zip(self.region.inputs, tile.input_slots, strict=True)):
             if not given.wanted[0][i]:
                 continue
-            dtype = tile.sum_dtype(value, slots, tiles)
             first = given.begun[i] if given.begun else None
             shape = tile.layout.shape(value)
+            if _hosted(saved.inputs[i]):
+                zero = zeros_on_host(shape, value.aval.dtype, tiles) if first is None else first
+                sums.append(zero)
+                continue
+            dtype = tile.sum_dtype(value, slots, tiles)
             sums.append(zeros(shape, dtype) if first is None else first.astype(dtype))
-        wanted = select(globals_, given.wanted[1])
+        wanted = select(saved.globals, given.wanted[1])
         return sums, [zeros(x.shape, accumulation_dtype(x.dtype)) for x in wanted]
 
     def added(
@@ -256,6 +274,10 @@ class Loop:
             for t, g in zip(totals, from_globals, strict=True)
         ]
         return sums, totals
+
+
+def _hosted(x: Array | None) -> bool:
+    return x is not None and on_host(x)
 
 
 def _scan(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:

@@ -4,8 +4,9 @@
 `Loop` (in `loop`) computes a region tile by tile, `Whole` (in `whole`) all at once; both do it once
 more in the backward pass, and in forward mode. What cannot be computed again bit for bit, the state
 of a reduction, is kept as well. An input that the policy offloads waits for the backward pass in
-host memory, and a loop reads it there by window. One that is passing does not wait: the backward
-pass computes it again (`Again`, in `again`).
+host memory, and loops read it there by window. If nothing else reads it, it is there alone, and so
+are its cotangents. One that is passing does not wait: the backward pass computes it again (`Again`,
+in `again`).
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def run(
 
     These are the same arrays. But if the next reader takes them from here, then the sum of its
     cotangents comes back to here, and is added to: otherwise each reader would have an array of its
-    own for that. `hosted`: per input, its copy in host memory, if it has one. An input that lies
-    there itself has no cotangents, and None in its place.
+    own for that. `hosted`: per input, its copy in host memory, if it has one; one that lies there
+    itself has none. An argument in host memory has no cotangents, and None in its place.
     """
     given = list(inputs), list(globals_), list(hosted)
     forgets = jax.__version_info__ < (0, 12) and body.region.has_rules
@@ -105,12 +106,12 @@ class _Run:
     body: Recomputed
 
     def value(self, inputs: Arrays, globals_: Arrays, hosted: Any) -> tuple[Arrays, Arrays]:
-        return self.body.forward(inputs, globals_)[0], _returned(inputs)
+        return self.body.forward(inputs, globals_)[0], self._returned(inputs)
 
     def forward(
         self, wanted: Any, inputs: Arrays, globals_: Arrays, hosted: Sequence[Array | None]
     ) -> tuple[tuple[Arrays, Arrays], Any]:
-        if any(w and on_host(x) for w, x in zip(wanted[0], inputs, strict=True)):
+        if any(w and x is None for w, x in zip(wanted[0], self._returned(inputs), strict=True)):
             raise TilingError(
                 "a tiled argument in host memory has no gradient: move it to the device first, "
                 "with `jax.device_put(x, jax.memory.Space.Device)`"
@@ -121,7 +122,7 @@ class _Run:
             for x, h, passing in zip(inputs, hosted, self.body.region.passing, strict=True)
         ]
         residuals = on_device, hosted, globals_, kept, _Static.of(wanted[:2])
-        return (results, _returned(inputs)), residuals
+        return (results, self._returned(inputs)), residuals
 
     def tangents(self, residuals: Any, tangents: Any) -> tuple[Cotangents, Cotangents]:
         on_device, hosted, globals_, kept, _ = residuals
@@ -142,14 +143,18 @@ class _Run:
         )
         return of_inputs, of_globals, [None for _ in hosted]
 
+    def _returned(self, inputs: Arrays) -> list[Any]:
+        """The inputs; None for an argument in host memory."""
+        values = self.body.region.inputs
+        return [
+            None if v.array.node is None and on_host(x) else x
+            for v, x in zip(values, inputs, strict=True)
+        ]
+
     def _loops(self) -> bool:
         """Does the backward pass read windows of its inputs, wherever these are?"""
         region = self.body.region
         return isinstance(region, Region) and region.tiles > 1 and region.devices is None
-
-
-def _returned(inputs: Arrays) -> list[Any]:
-    return [None if on_host(x) else x for x in inputs]
 
 
 @jax.tree_util.register_static

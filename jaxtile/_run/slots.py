@@ -11,7 +11,7 @@ from jax import lax
 
 from .._regions.tile import Slot, at
 from .arrays import Array
-from .ordering import on_host, to_device
+from .ordering import on_host, to_device, to_host
 
 Row = Sequence[Any]
 """The positions of one tile: a row of the table."""
@@ -29,9 +29,29 @@ def window(x: Array, slots: Slots, row: Row) -> Array:
 
 def write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     tile = tile.astype(x.dtype)
+    if on_host(x):
+        tile = to_host(tile)
     if _whole(x, slots):
         return tile
     return lax.dynamic_update_slice(x, tile, _starts(slots, row), allow_negative_indices=False)
+
+
+def zeros_on_host(shape: Sequence[int], dtype: Any, steps: int) -> Array:
+    """Zeros in host memory, written in so many steps.
+
+    They have to be written. Where an array is allocated there for a loop to write to, XLA leaves
+    out what it was filled with.
+    """
+    x = to_host(jnp.zeros(shape, dtype))
+    d = int(np.argmax(shape))
+    size = -(-shape[d] // steps)
+    part = jnp.zeros([size if i == d else n for i, n in enumerate(shape)], dtype)
+
+    def body(i: Array, x: Array) -> Array:
+        start = jnp.minimum(i * size, shape[d] - size)
+        return lax.dynamic_update_slice_in_dim(x, to_host(part), start, d)
+
+    return lax.fori_loop(0, steps, body, x)
 
 
 def add(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
