@@ -10,10 +10,11 @@ import pytest
 
 import jaxtile
 from jaxtile._plan.assignment import Assignments
-from jaxtile._plan.costs import BUILT_IN
+from jaxtile._plan.candidates import assigned as as_candidate
+from jaxtile._plan.costs import BUILT_IN, WINDOWED
 from jaxtile._plan.descent import Descent
 from jaxtile._plan.planner import default_step
-from jaxtile._plan.states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 from .support import assert_close, parametrize_few
 from .test_again import Results, arguments, network, tiled
@@ -125,3 +126,27 @@ def test_planned_with_norms():
     assert again.choices == plan.choices
     got = jax.jit(jax.value_and_grad(tiled(again)))(params, x)
     assert_close(got, jax.jit(jax.value_and_grad(network))(params, x))
+
+
+def test_host_memory_is_used_where_the_device_has_none():
+    """Bytes on the device are given up for time, if loops make and read a result."""
+    costs = assignments(layers=4, size=512)
+    kept, hosted = (
+        costs.estimate(assigned(costs, [state] * 4, Mode((4, 4), tiled_forward=True)))
+        for state in (KEPT, HOSTED)
+    )
+    moved = WINDOWED * sum(costs.facts.bytes[k] for k in results(costs))
+    assert hosted.seconds == pytest.approx(kept.seconds + moved / costs.costs.host_bandwidth)
+    assert hosted.peak < 0.5 * kept.peak
+
+    on_device, both = (Descent(costs, [(2, 2), (8, 8)], offload=x) for x in (False, True))
+    allowed = on_device.smallest().peak
+    assert both.smallest().peak < 0.9 * allowed
+    found = both.fastest(0.9 * allowed)
+    states, modes = found.assignment.states, found.assignment.modes
+    there = [k for k in costs.facts.whole if states[k] == HOSTED]
+    assert there
+    assert all(modes[k].loops for k in there)
+    assert {n for s in as_candidate(both, found).stages for n in s.offloaded} == {
+        costs.facts.outline.parts[k].name for k in there
+    }

@@ -372,15 +372,15 @@ def reference(name: str):
 def reference_model(name: str) -> Model:
     found = reference(name)
     outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
-    return Model(outline, BUILT_IN["gpu"], offload=True)
+    return Model(outline, BUILT_IN["gpu"])
 
 
 def test_a_schedule_of_one_stage_costs_the_same_in_both_ways():
     model = reference_model("vgg16")
     tables = model.stretches()
-    for mode, (grid, offloads) in enumerate(tables.modes):
+    for mode, grid in enumerate(tables.modes):
         found = tables.seconds[mode, 0, -1]
-        if not offloads and np.isfinite(found):
+        if np.isfinite(found):
             assert np.isclose(model.estimate({...: Choice(grid)}).seconds, found, rtol=1e-12)
 
 
@@ -433,7 +433,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
     assert tiled.seconds > plain.seconds
     assert plain.peak / 8 < tiled.peak < plain.peak
     whole = model.stretches()
-    grid = next(k for k, (g, _) in enumerate(whole.modes) if g == (4, 1, 1))
+    grid = next(k for k, g in enumerate(whole.modes) if g == (4, 1, 1))
     assert whole.seconds[grid, 0, -1] == pytest.approx(tiled.seconds, rel=0.05)
 
 
@@ -452,7 +452,7 @@ def test_against_an_integer_programme_on_a_graph():
         return network(weights[:3], x)
 
     outline = jaxtile.policy.outline(small, WEIGHTS, IMAGE, in_axes=AXES)
-    tables = Model(outline, BUILT_IN["gpu"], offload=True).stretches()
+    tables = Model(outline, BUILT_IN["gpu"]).stretches()
     lowest, highest = smallest(tables).peak, tables.peak[0, 0, -1]
     for i in range(8):
         budget = lowest + (highest - lowest) * i / 7

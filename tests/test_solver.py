@@ -19,9 +19,7 @@ def random_tables(seed: int) -> Stretches:
     peak, added = rng.integers(1, 40, shape).astype(float), rng.integers(0, 20, shape).astype(float)
     span = np.subtract.outer(np.arange(cuts), np.arange(cuts)).T
     added[0] = 12 * span  # additive, as what plain JAX keeps is
-    return Stretches(
-        tuple(range(cuts)), tuple((None, False) for _ in range(modes)), seconds, peak, added
-    )
+    return Stretches(tuple(range(cuts)), (None,) * modes, seconds, peak, added)
 
 
 def optimum(tables: Stretches, budget: float) -> float | None:

@@ -8,7 +8,8 @@ them it copies.
 
 Memory. While a region is differentiated there are all kept arrays before it, the whole cotangents
 of what it computes and reads and of everything that spans it, and what one of its tiles holds. A
-loop that reads an input at the positions that it computes needs one array for both cotangents.
+loop that reads an input at the positions that it computes needs one array for both cotangents. What
+is hosted takes time to move instead: see `WINDOWED`.
 
 Limits: an estimate ranks schedules, and the compiler has the last word (`search`).
 """
@@ -24,10 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..policy import Outline
-from .costs import Costs
+from .costs import WINDOWED, Costs
 from .facts import Facts, bits
 from .regions import Cost, Region, Regions
-from .states import INSIDE, KEPT, PASSING, RESTORED, Assignment
+from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment
 
 
 class Segment(NamedTuple):
@@ -74,6 +75,7 @@ class Assignments:
                 tuple(given.states[k] for k in own),
                 tuple(given.modes[k] for k in own),
                 joint,
+                None if joint is None else given.states[joint],
             )
             if key not in self._segments:
                 self._segments[key] = self.segment(joint, own, given)
@@ -89,7 +91,7 @@ class Assignments:
         facts = self.facts
         joint, start = None, 0
         for k, after in facts.joints.items():
-            if states[k] == KEPT:
+            if states[k] in (KEPT, HOSTED):
                 yield joint, facts.parts[start:after]
                 joint, start = k, after
         if facts.parts[start:]:
@@ -104,13 +106,15 @@ class Assignments:
                 states[k] = KEPT if facts.tiled[k] else INSIDE
         known = own if joint is None else [joint, *own]
         whole = bits(k for k in known if states[k] != INSIDE)
-        kept = bits(k for k in known if states[k] == KEPT)
+        kept = bits(k for k in known if states[k] in (KEPT, HOSTED))
         regions = self.regions.of(own, whole, given.modes)
         seconds = self.regions.grouped(regions, states, kept)
         for region in regions:
             region.cost = self._cost(region, states)
         once = {k for r in regions if r.mode.grid is None for k in r.own}
         seconds += sum(r.cost.seconds for r in regions) + facts.plain(once)
+        moved = WINDOWED * sum(facts.bytes[k] for k in own if states[k] == HOSTED)
+        seconds += moved / (self.costs.host_bandwidth or math.inf)
         held = {k: facts.held[k] for k in once}
         for k in own:
             if states[k] == KEPT:
@@ -132,7 +136,7 @@ class Assignments:
                 later += facts.held[k] if k < region.end else 0.0
             return Cost(0.0, forward + facts.bytes[region.end], backward)
         passing = tuple(i for i in region.reads if i in region.before)
-        known = states[region.end] in (KEPT, RESTORED)
+        known = states[region.end] in (KEPT, HOSTED, RESTORED)
         key = (region.mode, known, passing, region.own, region.before)
         if key not in self._costs:
             self._costs[key] = self._recomputed(region, passing, known)
@@ -251,7 +255,7 @@ class Assignments:
         # What changes from one operation to the next.
         kept, cotangents, passing = ([0.0] * (known[-1] + 3 - begin) for _ in range(3))
         for k in known:
-            if states[k] != INSIDE:
+            if states[k] not in (INSIDE, HOSTED):
                 cotangents[k - begin] += facts.cotangent[k]
                 cotangents[last.get(k, k) + 1 - begin] -= facts.cotangent[k]
             if states[k] in (PASSING, RESTORED):
@@ -267,7 +271,7 @@ class Assignments:
             end, cost = region.end, region.cost
             forward = passing[end - begin] + cost.forward
             backward = cotangents[end - begin] + region.restored + cost.backward
-            if self._shares_cotangents(region, last):
+            if states[end] != HOSTED and self._shares_cotangents(region, last):
                 backward -= facts.cotangent[end]
             needs.append(kept[end - begin] + max(backward, forward))
         return needs

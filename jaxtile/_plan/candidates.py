@@ -10,7 +10,7 @@ from .descent import Descent, Found
 from .model import Model, Stretches
 from .solver import Solution
 from .stage import Candidate, PlannedStage
-from .states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 
 def portfolio(model: Model) -> list[str]:
@@ -27,11 +27,9 @@ def solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
     """A solution of the tables, with the names of operations instead of indices."""
     parts = model.outline.parts
     stages = []
-    for at, (mode, a, b) in enumerate(solution.stages):
-        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
+    for mode, a, b in solution.stages:
+        grid, i, j = tables.modes[mode], tables.cuts[a], tables.cuts[b]
         alive = [k for k in model.live(j).nonzero()[0] if i <= k < j]
-        following = solution.stages[at + 1] if at + 1 < len(solution.stages) else None
-        waits = following is not None and tables.modes[following.mode][1]
         stages.append(
             PlannedStage(
                 first=parts[i].name,
@@ -41,7 +39,7 @@ def solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
                 stored=tuple(parts[k].name for k in alive),
                 stored_bytes=int(model.bytes[alive].sum()),
                 held_bytes=int(tables.added[mode, a, b]),
-                offloaded=(parts[alive[-1]].name,) if waits else (),
+                offloaded=(),
                 working_bytes=int(tables.peak[mode, a, b]),
                 seconds=float(tables.seconds[mode, a, b]),
             )
@@ -54,7 +52,7 @@ def as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assign
     """What is live at a cut is kept, everything else is inside its stretch."""
     states, modes = [INSIDE] * model.n, []
     for mode, a, b in solution.stages:
-        grid, i, j = tables.modes[mode][0], tables.cuts[a], tables.cuts[b]
+        grid, i, j = tables.modes[mode], tables.cuts[a], tables.cuts[b]
         modes += [Mode(grid, tiled_forward=isinstance(grid, tuple))] * (j - i)
         for k in model.live(j).nonzero()[0]:
             states[k] = KEPT
@@ -70,9 +68,9 @@ def assigned(descent: Descent, found: Found) -> Candidate:
     stages = []
     for (grid, tiled_forward), members in itertools.groupby(range(facts.n), modes.__getitem__):
         own = list(members)
-        kept, passing, restored = (
+        kept, hosted, passing, restored = (
             [k for k in own if states[k] == state and k in facts.whole]
-            for state in (KEPT, PASSING, RESTORED)
+            for state in (KEPT, HOSTED, PASSING, RESTORED)
         )
         regions = [r for r in estimate.regions if r.end in own]
         once = {k for r in regions if grid is None for k in r.own}
@@ -82,12 +80,12 @@ def assigned(descent: Descent, found: Found) -> Candidate:
                 last=parts[own[-1]].name,
                 operations=len(own),
                 grid=grid,
-                stored=tuple(parts[k].name for k in kept),
-                stored_bytes=int(sum(facts.bytes[k] for k in kept)),
+                stored=tuple(parts[k].name for k in sorted([*kept, *hosted])),
+                stored_bytes=int(sum(facts.bytes[k] for k in [*kept, *hosted])),
                 held_bytes=int(
                     sum(facts.held[k] for k in once) or sum(facts.bytes[k] for k in kept)
                 ),
-                offloaded=(),
+                offloaded=tuple(parts[k].name for k in hosted),
                 working_bytes=int(max((needs[r.end] for r in regions), default=0)),
                 seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
                 passing=tuple(parts[k].name for k in passing),

@@ -26,6 +26,11 @@ import numpy as np
 from .._graph.operations import Operation
 from .._graph.sample import Sample
 
+WINDOWED = 7
+"""Times that the bytes of a value in host memory are moved: it is written, and read in both passes;
+its sum of cotangents is written as zeros, read and written by the loop that adds to it, and read by
+the one that made the value."""
+
 
 class Timing(NamedTuple):
     """Of one class of operations, on so many positions: seconds forwards, and of the gradients."""
@@ -149,7 +154,8 @@ class Costs:
     def load(cls, path: str | os.PathLike[str]) -> Costs:
         try:
             found = json.loads(pathlib.Path(path).read_text())
-            return cls(**found | {"classes": _timings(found.get("classes", {}))})
+            long = tuple(found.get("long", cls.long))
+            return cls(**found | {"classes": _timings(found.get("classes", {})), "long": long})
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a table of costs ({error}): measure it anew, or delete it to use "

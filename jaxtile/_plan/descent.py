@@ -27,7 +27,7 @@ import numpy as np
 from ..policy import GridSpec
 from .assignment import Assignments
 from .facts import Facts
-from .states import INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 T = TypeVar("T")
 Move = tuple[list[int], bool]
@@ -89,8 +89,13 @@ class Descent:
     """Assignments of an outline, or of a span of it, for any allowance of memory."""
 
     def __init__(
-        self, costs: Assignments, grids: Sequence[tuple[int, ...]], span: Span | None = None
+        self,
+        costs: Assignments,
+        grids: Sequence[tuple[int, ...]],
+        span: Span | None = None,
+        offload: bool = False,
     ):
+        self.states = (INSIDE, PASSING, RESTORED, KEPT, HOSTED)[: 4 + offload]
         self.costs, self.facts = costs, costs.facts
         self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
@@ -262,7 +267,7 @@ class Descent:
     def _changed(self, here: Assignment, members: list[int], grid: bool) -> Iterator[Assignment]:
         """Another state for these operations, or another grid."""
         if not grid:
-            for state in (INSIDE, PASSING, RESTORED, KEPT):
+            for state in self.states:
                 if any(here.states[k] != state for k in members):
                     yield self._normal(_replaced(here.states, members, state), here.modes)
             return
@@ -281,7 +286,7 @@ class Descent:
 
     def _normal(self, states: Sequence[int], modes: Sequence[Mode]) -> Assignment:
         """What is kept as plain JAX keeps it has no whole arrays but those that others read; what
-        such operations read is kept.
+        such operations read is kept. What is hosted is made and read by loops.
         """
         found = list(states)
         for k in self.span.own:
@@ -290,6 +295,8 @@ class Descent:
         for k in self.span.own:
             for i in self.facts.inputs[k]:
                 if (modes[k].grid is None) != (modes[i].grid is None):
+                    found[i] = KEPT
+                if found[i] == HOSTED and not (modes[k].loops and modes[i].loops):
                     found[i] = KEPT
         for end in (self.span.begin, self.span.end):
             if end is not None:

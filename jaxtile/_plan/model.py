@@ -24,7 +24,7 @@ some time. Where operations of a tiled stretch wait for a reduction inside it (b
 all up to the reduction is computed in one more loop, forwards and backwards.
 
 The model is there twice, and both should agree. `stretches` has tables for the solver (`_plain`,
-`_tiled`, `_offloaded`); `estimate` costs one schedule that somebody else chose (`_stage`).
+`_tiled`); `estimate` costs one schedule that somebody else chose (`_stage`).
 
 Limits: the model does not know what XLA fuses, packs or reuses. The search compiles what the solver
 finds, and corrects the bytes.
@@ -41,14 +41,12 @@ from typing import Any, Final
 import numpy as np
 
 from ..policy import Choice, Choices, GridSpec, Outline, Part
-from .costs import Costs
+from .costs import WINDOWED, Costs
 from .kernels import durations, grids
 from .stage import Candidate, PlannedStage
 
 KEEP: Final = None
 WHOLE: Final = "whole"
-_WINDOWED = 7  # times a value in host memory is moved: written, read twice; its sum of cotangents
-# written as zeros, read and written by the loop that adds to it, and read by the one before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +55,8 @@ class Stretches:
 
     cuts: tuple[int, ...]
     """Positions: a cut at `c` lies before operation `c`."""
-    modes: tuple[tuple[GridSpec, bool], ...]
-    """How a stretch is computed; and whether the last result before it waits in host memory."""
+    modes: tuple[GridSpec, ...]
+    """How a stretch is computed."""
     seconds: np.ndarray
     peak: np.ndarray
     """Bytes beyond what is stored before the stretch."""
@@ -69,8 +67,8 @@ class Stretches:
 class Model:
     """What any schedule of an outline costs."""
 
-    def __init__(self, outline: Outline, costs: Costs, *, offload: bool = False):
-        self.outline, self.costs, self.offload = outline, costs, offload
+    def __init__(self, outline: Outline, costs: Costs):
+        self.outline, self.costs = outline, costs
         parts = outline.parts
         self.n = len(parts)
         self.durations = durations(outline, costs)
@@ -118,18 +116,13 @@ class Model:
 
     def stretches(self) -> Stretches:
         cuts = self.cuts()
-        here: list[GridSpec] = [KEEP, WHOLE, *self.grids]
-        modes = [(grid, False) for grid in here]
-        if self.offload and self.costs.host_bandwidth:
-            modes += [(grid, True) for grid in here[1:]]
+        modes: list[GridSpec] = [KEEP, WHOLE, *self.grids]
         shape = (len(modes), len(cuts), len(cuts))
         tables = Stretches(
             cuts, tuple(modes), np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
         )
         self._plain(tables)
         self._tiled(tables)
-        if len(modes) > 2 + len(self.grids):
-            self._offloaded(tables)
         return tables
 
     def estimate(self, choices: Choices, source: str = "") -> Candidate:
@@ -162,7 +155,7 @@ class Model:
                 kept |= set(own)
             start = end + 1
         total = sum(stage.seconds for stage in stages)
-        moved = 2 * sum(self.bytes[k] for k, choice in ends if choice.place == "host")
+        moved = WINDOWED * sum(self.bytes[k] for k, choice in ends if choice.place == "host")
         if moved and self.costs.host_bandwidth:
             total += moved / self.costs.host_bandwidth
         return Candidate(tuple(stages), rest, source, total, peak)
@@ -276,7 +269,7 @@ class Model:
         alive = np.array([self.live(c) for c in tables.cuts])
         shares = self._shares(tables.cuts, alive, lengths, counts)
         enough = ((lengths[:, None] == 0) | (lengths[:, None] >= counts)).all(-1)
-        modes = slice(2, 2 + len(counts))
+        modes = slice(2, None)
         for b, j in enumerate(tables.cuts[1:], start=1):
             starts, share = np.array(tables.cuts[:b]), shares[:, b]
             loop = 2 * tiles * self.costs.loop
@@ -322,26 +315,6 @@ class Model:
         size = lengths[:, None, None]
         needed = (wide > 0).any(-1, keepdims=True)
         return np.where(size > 0, wide / np.maximum(size, 1), needed).prod(-1)
-
-    def _offloaded(self, tables: Stretches) -> None:
-        """Variants in which the last result before a stretch waits for it in host memory. Loops
-        read it there, and add up its cotangents there; else it is moved there and back.
-        """
-        once = len(self.grids) + 1
-        for a, i in enumerate(tables.cuts):
-            made = [k for k in range(i) if self.bytes[k] and self.last[k] >= i]
-            if not made:
-                continue
-            value = made[-1]
-            moves = np.where([isinstance(g, tuple) for g in (WHOLE, *self.grids)], _WINDOWED, 2)
-            moved = moves * self.bytes[value] / self.costs.host_bandwidth
-            there = (moves > 2) * self.cotangent[value]
-            for b, j in enumerate(tables.cuts):
-                if j > self.last[value] and j > i:
-                    source, target = (slice(1, 1 + once), a, b), (slice(1 + once, None), a, b)
-                    tables.seconds[target] = tables.seconds[source] + moved
-                    tables.peak[target] = tables.peak[source] - there
-                    tables.added[target] = tables.added[source] - self.bytes[value]
 
 
 def _sum_from(x: np.ndarray, starts: np.ndarray, stop: int) -> np.ndarray:

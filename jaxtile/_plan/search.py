@@ -90,10 +90,14 @@ class Search:
         """`traced`: from a policy to the traced step; from None to the plain one."""
         self.outline, self.traced, self.terms = outline, traced, terms
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
-        self.model = Model(outline, terms.costs, offload=terms.offload and has_host_memory())
+        self.model = Model(outline, terms.costs)
         self.tables = self.model.stretches()
         self.others = [named(self.model, text) for text in portfolio(self.model)]
-        self.descent = Descent(Assignments(outline, terms.costs), self.model.grids)
+        self.descent = Descent(
+            Assignments(outline, terms.costs),
+            self.model.grids,
+            offload=terms.offload and has_host_memory(),
+        )
         self.spans = Spans(self.descent.costs, self.model.grids)
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
@@ -253,7 +257,7 @@ class Search:
         if not tiled:
             raise error
         finest = max(tiled, key=math.prod)
-        for mode, (grid, _) in enumerate(self.tables.modes):
+        for mode, grid in enumerate(self.tables.modes):
             if grid == finest:
                 self.tables.seconds[mode] = np.inf
         self.others = [c for c in self.others if finest not in _grids(c)]
@@ -276,11 +280,9 @@ class Search:
         if solution is not None:
             candidate = solved(self.model, self.tables, solution)
             assignment = as_assignment(self.model, self.tables, solution)
-            if not any(stage.offloaded for stage in candidate.stages):
-                # Schedules of both kinds are compared by one estimate.
-                seconds = self.descent.costs.estimate(assignment).seconds
-                candidate = dataclasses.replace(candidate, seconds=seconds)
-            found.insert(0, candidate)
+            # Schedules of both kinds are compared by one estimate.
+            seconds = self.descent.costs.estimate(assignment).seconds
+            found.insert(0, dataclasses.replace(candidate, seconds=seconds))
             begun.append(assignment)
         within = self.spans.fastest(allowed["descent"])
         best = self.descent.fastest(allowed["descent"], begun, within)

@@ -70,7 +70,7 @@ class Spans:
         for (a, b), options in self.options.items():
             for k, option in enumerate(options):
                 seconds[k, a, b], peak[k, a, b], added[k, a, b] = option[:3]
-        tables = Stretches(tuple(range(n)), ((None, False),) * m, seconds, peak, added)
+        tables = Stretches(tuple(range(n)), (None,) * m, seconds, peak, added)
         solution = fastest(tables, allowed, whole=allowed) if allowed > 0 else None
         if solution is None:
             return None

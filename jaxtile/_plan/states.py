@@ -6,6 +6,7 @@ wide ones, which are cheap to compute from them, should not. So here a schedule 
 Each tiled result is
 
     kept      a whole array until the backward pass has used it,
+    hosted    the same, in host memory, and so are its cotangents; loops read windows of both,
     restored  a whole array in the forward pass, and once more in the backward pass, where the
               regions from the one that computes it to its last reader are run again,
     passing   a whole array in the forward pass, and computed again, by window, for every region
@@ -18,11 +19,12 @@ and the region that computes it has a grid.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 from ..policy import GridSpec
 
-INSIDE, PASSING, RESTORED, KEPT = range(4)
+INSIDE, PASSING, RESTORED, KEPT, HOSTED = range(5)
 
 
 class Mode(NamedTuple):
@@ -32,6 +34,11 @@ class Mode(NamedTuple):
     """None: once, as plain JAX does; all that is needed for the derivative is held."""
     tiled_forward: bool = False
     """Has the forward pass the same tiles? Otherwise it is in one piece."""
+
+    @property
+    def loops(self) -> bool:
+        """Is it a loop over tiles, forwards and backwards?"""
+        return self.tiled_forward and isinstance(self.grid, tuple) and math.prod(self.grid) > 1
 
 
 @dataclasses.dataclass(frozen=True)

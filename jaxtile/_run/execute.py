@@ -51,13 +51,16 @@ def _only_by_window(schedule: Schedule) -> set[Value]:
         for region in filter(None, (each, each.again)):
             whole += [v.array for v in region.globals]
             whole += [v.array for v in region.inputs if not region.tiled]
-    made = [v for r in schedule.steps if _loops(r) for v in r.results]
-    return set() if schedule.devices else {*schedule.graph.inputs, *made} - {*whole}
+    made = {v for r in schedule.steps if _loops(r) for v in r.results}
+    made -= {v.array for r in schedule.steps if isinstance(r, Group) for v in r.inputs}
+    return set() if schedule.devices else ({*schedule.graph.inputs} | made) - {*whole}
 
 
 def _loops(step: Node | Region | Group) -> TypeGuard[Region]:
     """Is it a loop over tiles, forwards and backwards?"""
-    return isinstance(step, Region) and step.tiled and step.tiles > 1 and step.again is None
+    if not isinstance(step, Region):
+        return False
+    return all(r.tiled and r.tiles > 1 for r in (step, step.again or step))
 
 
 @dataclasses.dataclass(frozen=True)
