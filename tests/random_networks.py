@@ -250,14 +250,20 @@ def networks(draw) -> Network:
     layers = tuple(draw(st.lists(_layer, min_size=1, max_size=8)))
     shape = (draw(st.integers(1, 2)), draw(st.integers(5, 20)), draw(st.integers(5, 20)), CHANNELS)
     policies = jax.checkpoint_policies
-    saved = draw(st.sets(st.integers(0, len(layers) - 1)))
+    saved = [f"layer{i}" for i in sorted(draw(st.sets(st.integers(0, len(layers) - 1))))]
     policy = draw(
         st.sampled_from(
             [
                 None,
                 None,
-                policies.save_only_these_names(*(f"layer{i}" for i in sorted(saved))),
-                policies.save_only_these_names(*(f"layer{i}" for i in sorted(saved))),
+                policies.save_only_these_names(*saved),
+                policies.save_only_these_names(*saved),
+                policies.save_and_offload_only_these_names(
+                    names_which_can_be_saved=saved[::3],
+                    names_which_can_be_offloaded=[*{*saved} - {*saved[::3]}],
+                    offload_src="device",
+                    offload_dst="pinned_host",
+                ),
                 policies.dots_saveable,
                 policies.everything_saveable,
             ]
