@@ -19,7 +19,6 @@ from ._graph.build import build_layers
 from ._graph.inline import bodies, plain_call
 from ._graph.nodes import Policy, place
 from ._graph.trace import Traced
-from ._mesh.devices import Devices
 from ._regions.grid import Tiles
 from ._regions.regions import Schedule, schedule_of
 from ._rules import Axes
@@ -51,12 +50,7 @@ class LayerBody:
 
 
 def layered(
-    traced: Traced,
-    policy: Policy | None,
-    tiles: Tiles,
-    devices: Devices | None,
-    skips: bool,
-    is_layer: bool = False,
+    traced: Traced, policy: Policy | None, tiles: Tiles, skips: bool, is_layer: bool = False
 ) -> Schedule:
     """The schedule of a traced function, and those of the bodies of such scans in it."""
     inside: set[str] = set()
@@ -71,7 +65,7 @@ def layered(
         )
         either = _either([*([] if policy is None else [policy]), *policies])
         grids = _of_layer(tiles, named)
-        found = LayerBody(layered(layer, either, grids, devices, skips, is_layer=True))
+        found = LayerBody(layered(layer, either, grids, skips, is_layer=True))
         # Nothing is sent to the host from within a scan.
         return None if "host" in found.schedule.stored.values() else found
 
@@ -79,7 +73,7 @@ def layered(
     if isinstance(tiles, Mapping):
         inside -= {v.name for v in graph.stored}
         tiles = {key: grid for key, grid in tiles.items() if key not in inside}
-    return schedule_of(graph, graph.stored, tiles, traced.rank, devices, skips)
+    return schedule_of(graph, graph.stored, tiles, traced.rank, skips=skips)
 
 
 def _either(policies: Sequence[Policy]) -> Policy:

@@ -102,9 +102,8 @@ def scheduled(
     """The schedule for these arguments, and the traced function."""
     traced = trace(fun, args, kwargs, options.in_axes, options.static_argnums)
     devices = devices_of(options.mesh, options.mesh_axes, traced.rank)
-    if not isinstance(options.policy, GraphPolicy):
-        schedule = layered(traced, options.policy, options.tiles, devices, options.skip)
-        return schedule, traced
+    if devices is None and not isinstance(options.policy, GraphPolicy):
+        return layered(traced, options.policy, options.tiles, options.skip), traced
     graph, stored, tiles = decided(traced, options, devices)
     return schedule_of(graph, stored, tiles, traced.rank, devices, options.skip), traced
 

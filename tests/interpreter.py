@@ -236,7 +236,11 @@ _NUMPY: dict[str, Callable[..., Any]] = {
 }
 _NUMPY |= {
     "broadcast_in_dim": lambda x, *_, params: _broadcast(x, params),
-    "reshape": lambda x, *_, params: np.reshape(x, params["new_sizes"]),
+    "reshape": lambda x, *_, params: (
+        np.reshape(np.transpose(x, params["dimensions"]), params["new_sizes"])
+        if params["dimensions"]
+        else np.reshape(x, params["new_sizes"])
+    ),
     "squeeze": lambda x, params: np.squeeze(x, params["dimensions"]),
     "transpose": lambda x, params: np.transpose(x, params["permutation"]),
     "reduce_sum": lambda x, params: np.sum(x, tuple(params["axes"])),

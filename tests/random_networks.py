@@ -158,6 +158,15 @@ def _apply(layer, tensors, kernel):
             # After a norm the mean is 0, and rounding would say which branch is taken.
             flag = kernel[0, 0, 0, 0] > 0 if params[0] else x.mean() > 0.03
             return lax.cond(flag, *(lambda x, o=o: _apply(o, [x], kernel) for o in params[1:]), x)
+        case "layers":
+            first, second = params
+
+            @jax.checkpoint
+            def body(x, kernel):
+                return _apply(second, [_apply(first, [x], kernel)], kernel), jnp.cos(x).mean()
+
+            x, means = lax.scan(body, x, jnp.stack([kernel, kernel[::-1], -kernel]))
+            return x + means.sum()
         case "per_sample":
             scales = 1 + kernel[0, 0, 0, 0] * jnp.arange(len(x))
             return jax.vmap(lambda x, s: conv(x[None], kernel[:3, :3] * s)[0])(x, scales)
@@ -239,6 +248,7 @@ _layer = st.one_of(
     st.tuples(st.just("per_position")),
     st.tuples(st.just("branch"), st.booleans(), _same_size, _same_size),
     st.tuples(st.just("branch"), st.booleans(), _same_size, _same_size),
+    st.tuples(st.just("layers"), _same_size, _same_size),
     st.tuples(st.just("per_sample")),
     st.tuples(st.just("update"), st.integers(0, 9), st.integers(0, 9)),
     st.tuples(st.just("crop_at_run_time"), st.integers(1, 2)),

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtile
 
-from .meshes import devices
+from .meshes import devices, on
 from .support import assert_close, conv, results
 
 KEYS = jax.random.split(jax.random.key(4), 3)
@@ -94,7 +94,6 @@ def test_exact(name):
         dict(skip=True),
         dict(tiles={"hidden": (2, 3), ...: (1, 2)}, policy="hidden"),
         dict(in_axes=(None, (0, 1, 2)), tiles=(2, 5, 1)),
-        dict(mesh=(2, 2)),
     ],
     ids=str,
 )
@@ -102,8 +101,6 @@ def test_exact_with(options):
     options = {**TILED, **options}
     if "policy" in options:
         options["policy"] = jax.checkpoint_policies.save_only_these_names(options["policy"])
-    if "mesh" in options:
-        options.update(mesh=devices(*options["mesh"]), mesh_axes=("rows", "cols"))
     network = NETWORKS["normed"]
     tiled = jaxtile.checkpoint(network, **options)
     assert len(tiled.explain(*ARGUMENTS).scans) == 1
@@ -182,6 +179,13 @@ def test_unrolled(layer, length):
     """Layers that nobody rematerialises, that are offloaded, or only one."""
     arguments = (WEIGHTS[0], WEIGHTS[1][:length]), IMAGE
     assert not jaxtile.explain(over_layers(layer), *arguments, **TILED).scans
+
+
+def test_unrolled_by_what_sees_every_layer():
+    """A policy of the whole graph, and devices that send each other halos."""
+    network = NETWORKS["normed"]
+    for options in (dict(policy="sqrt"), on(2, 2)):
+        assert not jaxtile.explain(network, *ARGUMENTS, **TILED, **options).scans
 
 
 def test_refused_inside_a_layer():
