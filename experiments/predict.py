@@ -34,7 +34,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,8 @@ from .program.files import write_atomically
 from .program.progress import Now, duration
 from .training.checkpoints import CheckpointError
 from .training.trained import load_trained
+
+_TILES = {1: 2**20, 2: 1024, 3: 128}  # of networks with so many axes: about as many positions
 
 
 def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> Network:
@@ -101,7 +103,9 @@ def define_flags() -> None:
         "out", None, ".tif, .npy, .zarr or .ome.zarr; .json for a class", required=True
     )
     flags.DEFINE_integer("level", None, "of a pyramid; by default the one of training")
-    flags.DEFINE_integer("tile", 1024, "pixels of the result along a tile", lower_bound=1)
+    flags.DEFINE_integer(
+        "tile", None, "pixels of the result along a tile; by default 1024, of volumes 128", 1
+    )
     flags.DEFINE_list("range", None, "values that become 0 and 255, if they are not of 8 bits")
     flags.DEFINE_bool("probabilities", False, "write the probabilities of all classes")
     flags.DEFINE_enum("dtype", "float16", ["float16", "float32"], "of probabilities")
@@ -117,11 +121,6 @@ def run(options: Any) -> None:
     """The program. What a user can mend ends it with one line."""
     try:
         _run(options)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        tile = options.tile
-        sys.exit(f"error: tiles of {tile} pixels need too much memory: try --tile={tile // 2}")
     except (
         *(CheckpointError, ConfigError, ImageError, PredictionError, jaxtile.TilingError),
         *(ImportError, OSError),
@@ -140,16 +139,18 @@ def _run(options: Any) -> None:
         if options.probabilities and not network.learned.task.has_probabilities:
             raise ConfigError("--probabilities: this network's task has none")
         network = with_scale(network, image, options.range)
+        tile = options.tile or _TILES[network.learned.spatial]
+        stack.enter_context(_enough_memory(tile))
         progress = stack.enter_context(_Tiles())
         began = time.perf_counter()
         if not network.learned.task.dense:
             _check_json(out)
-            found = classify(network, image, tile=options.tile, progress=progress)
+            found = classify(network, image, tile=tile, progress=progress)
             _write_classes(out, options.image, network, found)
         else:
             dtype = options.dtype if options.probabilities else None
             area, limit = segment(
-                network, image, out, tile=options.tile, probabilities=dtype, progress=progress
+                network, image, out, tile=tile, probabilities=dtype, progress=progress
             )
             progress.now.close()
             print(f"{out}: {times(area.size)} pixels{_where(area, image.shape)}; {limit}")
@@ -160,6 +161,18 @@ def _run(options: Any) -> None:
             f"{pixels:.1f} megapixels in {duration(seconds)}, compilation included: "
             f"{pixels / seconds:.2f} megapixels/s on {jax.devices()[0].device_kind}"
         )
+
+
+@contextlib.contextmanager
+def _enough_memory(tile: int) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise PredictionError(
+            f"tiles of {tile} pixels need too much memory: try --tile={tile // 2}"
+        ) from error
 
 
 def _level(options: Any, network: Network) -> int:

@@ -20,6 +20,7 @@ from experiments import predict, tasks
 from experiments.images import create_image, open_image
 from experiments.predicting.network import Network
 from experiments.predicting.pixels import Pixels
+from experiments.predicting.whole_image import _limit
 from experiments.program.config import base
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.learner import Learner
@@ -426,3 +427,16 @@ def test_memory_does_not_grow_with_the_image(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout) < 25  # MiB; the image has 103, the result of its convolution 275
+
+
+@pytest.mark.parametrize(
+    "clocks, words",
+    [
+        ([(9.0, 5.0, 0.0), (10.0, 5.95, 0.1)], "the limit was reading: reading took 95% of"),
+        ([(9.0, 5.0, 0.0), (10.0, 5.5, 0.9)], "the limit was writing"),
+        ([(9.0, 5.0, 0.0), (10.0, 5.5, 0.1)], "the limit was the device: reading took 50% of"),
+        ([(9.0, 5.0, 0.0)], "one tile"),
+    ],
+)
+def test_the_limit_is_that_of_the_tiles_after_the_first(clocks, words):
+    assert words in _limit(clocks)

@@ -33,7 +33,7 @@ class Progress(Protocol):
         """All tiles are computed, and the file is finished."""
 
 
-_BUSY = 0.9  # of the time: what is busy for longer is what the others wait for
+_BUSY = 0.8  # of the time: what is busy for longer is what the others wait for
 
 
 def segment(
@@ -74,17 +74,29 @@ def segment(
             meaning=_meaning(network, image, area, probabilities),
             job=_job(network, image, tiles, probabilities),
         )
-    sink, began = Unbatched(written, values), time.perf_counter()
+    sink = Unbatched(written, values)
+    clocks: list[tuple[float, ...]] = []  # after the first tile, which is compiled, and at the end
+
+    def told(done: int, total: int) -> None:
+        progress(done, total)
+        clocks.append((time.perf_counter(), source.seconds, sink.seconds))
+
     with written, undone(written.stop):
         progress.go_on(written.there)
-        run(network.weights, source, out=sink, progress=progress)
-        seconds = time.perf_counter() - began
+        run(network.weights, source, out=sink, progress=told)
         progress.finish()
-    return area, _limit(source.seconds / seconds, sink.seconds / seconds)
+    return area, _limit(clocks)
 
 
-def _limit(reading: float, writing: float) -> str:
-    """What the others waited for: reading, computing and writing go on at the same time."""
+def _limit(clocks: Sequence[tuple[float, ...]]) -> str:
+    """What the others waited for: reading, computing and writing go on at the same time.
+
+    `clocks` are the time, and the seconds of reading and of writing, after each tile.
+    """
+    if len(clocks) < 2:
+        return "one tile, so nothing waited"
+    seconds, *busy = (b - a for a, b in zip(clocks[0], clocks[-1], strict=True))
+    reading, writing = (min(n / seconds, 1.0) for n in busy)  # one is read ahead
     shares = f"reading took {reading:.0%} of the time, writing {writing:.0%}"
     if max(reading, writing) < _BUSY:
         return f"the limit was the device: {shares}"
