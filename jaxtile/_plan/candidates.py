@@ -65,7 +65,7 @@ def assigned(descent: Descent, found: Found) -> Candidate:
     states, modes = found.assignment.states, found.assignment.modes
     parts, estimate = facts.outline.parts, costs.estimate(found.assignment)
     needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
-    stages = []
+    stages: list[PlannedStage] = []
     for (grid, tiled_forward), members in itertools.groupby(range(facts.n), modes.__getitem__):
         own = list(members)
         kept, hosted, passing, restored = (
@@ -73,6 +73,7 @@ def assigned(descent: Descent, found: Found) -> Candidate:
             for state in (KEPT, HOSTED, PASSING, RESTORED)
         )
         regions = [r for r in estimate.regions if r.end in own]
+        before = sum(stage.held_bytes for stage in stages)
         once = {k for r in regions if grid is None for k in r.own}
         stages.append(
             PlannedStage(
@@ -86,7 +87,7 @@ def assigned(descent: Descent, found: Found) -> Candidate:
                     sum(facts.held[k] for k in once) or sum(facts.bytes[k] for k in kept)
                 ),
                 offloaded=tuple(parts[k].name for k in hosted),
-                working_bytes=int(max((needs[r.end] for r in regions), default=0)),
+                working_bytes=int(max((needs[r.end] - before for r in regions), default=0)),
                 seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
                 passing=tuple(parts[k].name for k in passing),
                 restored=tuple(parts[k].name for k in restored),
