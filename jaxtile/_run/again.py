@@ -40,6 +40,7 @@ class Again:
                 given.cotangents,
                 ([*wanted[0][:n], *[False] * others], [*wanted[1][:m], *[False] * rest]),
                 [*begun[:n], *[None] * others],
+                [*given.hosted[:n], *[False] * others],
             ),
         )
         return [*found[:n], *begun[n:]], totals

@@ -153,14 +153,14 @@ class Loop:
         tile, (inputs, globals_, (kept, remembered)) = self.tile, saved
         read_from = [*there(inputs), *globals_]
         zeros = zeros_after(given.cotangents, read_from)
-        shared = self._shared(inputs, given)
+        shared = self._shared(given)
         into = [
             (write, tile.result_slots[shared[i]])
             if i in shared
             else (write if self.parted[i] and c is None else add, tile.input_slots[i])
             for i, c in enumerate(given.begun)
         ]
-        carry = self.sums(saved, given, len(rows), zeros)
+        carry = self.sums(globals_, given, len(rows), zeros)
         place = {i: sum(given.wanted[0][:i]) for i in shared}
         for i, k in shared.items():
             carry[0][place[i]] = cast(Array, given.cotangents[k])
@@ -194,13 +194,13 @@ class Loop:
         sums: Sums = self._scan(work, carry, (rows, remembered))[0]
         return sums
 
-    def _shared(self, inputs: Sequence[Array | None], given: Given) -> dict[int, int]:
+    def _shared(self, given: Given) -> dict[int, int]:
         """Inputs whose cotangents take the place of a target's, and that target."""
         if not given.begun or barriers_are_removed() or self.region.skips:
             return {}
         free = [
-            w and c is None and not _hosted(x)
-            for w, c, x in zip(given.wanted[0], given.begun, inputs, strict=True)
+            w and c is None and not hosted
+            for w, c, hosted in zip(given.wanted[0], given.begun, given.hosted, strict=True)
         ]
         there = [c is not None and not on_host(c) for c in given.cotangents]
         return chosen(self.places, there, free)
@@ -239,7 +239,7 @@ class Loop:
         totals = dict(zip(floats, map(lax.convert_element_type, found, dtypes), strict=True))
         return [totals.get(k) for k in range(len(targets))]
 
-    def sums(self, saved: Saved, given: Given, tiles: int, zeros: Zeros) -> Sums:
+    def sums(self, globals_: Arrays, given: Given, tiles: int, zeros: Zeros) -> Sums:
         """What the cotangents of the wanted inputs and globals are added up in.
 
         Those of an input in host memory are there too.
@@ -250,13 +250,13 @@ class Loop:
                 continue
             first = given.begun[i] if given.begun else None
             shape = tile.layout.shape(value)
-            if _hosted(saved.inputs[i]):
+            if given.hosted and given.hosted[i]:
                 zero = zeros_on_host(shape, value.aval.dtype, tiles) if first is None else first
                 sums.append(zero)
                 continue
             dtype = tile.sum_dtype(value, slots, tiles)
             sums.append(zeros(shape, dtype) if first is None else first.astype(dtype))
-        wanted = select(saved.globals, given.wanted[1])
+        wanted = select(globals_, given.wanted[1])
         return sums, [zeros(x.shape, accumulation_dtype(x.dtype)) for x in wanted]
 
     def added(
@@ -274,10 +274,6 @@ class Loop:
             for t, g in zip(totals, from_globals, strict=True)
         ]
         return sums, totals
-
-
-def _hosted(x: Array | None) -> bool:
-    return x is not None and on_host(x)
 
 
 def _scan(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:

@@ -47,6 +47,9 @@ class Given(NamedTuple):
     begun: Cotangents = ()
     """Sums of the inputs' cotangents that other readers have begun, to be added to; None: there is
     none yet."""
+    hosted: Sequence[bool] = ()
+    """Which inputs lie in host memory, where their cotangents are wanted too; empty: none. Of
+    others there may be a copy."""
 
 
 class Recomputed(Protocol):
@@ -139,7 +142,10 @@ class _Run:
         there = (lambda h: h) if self._loops() else (lambda h: fetch(h, cotangents))
         inputs = [x if h is None else there(h) for x, h in zip(on_device, hosted, strict=True)]
         of_inputs, of_globals = self.body.backward(
-            Saved(inputs, globals_, kept), Given(cotangents, static.wanted, begun)
+            Saved(inputs, globals_, kept),
+            Given(
+                cotangents, static.wanted, begun, [x is not None and on_host(x) for x in on_device]
+            ),
         )
         return of_inputs, of_globals, [None for _ in hosted]
 

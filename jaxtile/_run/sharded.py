@@ -166,7 +166,7 @@ class Sharded:
             return self.loop.pull(saved, given, rows)
         row, loop, tile = list(rows[0]), self.loop, self.loop.tile
         zeros = zeros_after(given.cotangents, [*saved.inputs, *saved.globals])
-        sums = loop.sums(Saved(saved.inputs, saved.globals, ()), given, 1, zeros)
+        sums = loop.sums(saved.globals, given, 1, zeros)
         values = [[self._aval(t.value)] for t in self.region.targets]
         cotangents = tile.result_windows(given.cotangents, row)
         shares = tile.cotangent_shares(values, (), (), cotangents, row)
