@@ -22,6 +22,7 @@ from ._graph.trace import Traced
 from ._regions.grid import Tiles
 from ._regions.regions import Schedule, schedule_of
 from ._rules import Axes
+from ._rules.derivative import only_backwards
 from ._run.execute import execute
 
 
@@ -38,7 +39,8 @@ class LayerBody:
         rules = any(node.is_call for node in self.schedule.graph.nodes)
         if not rules or jax.__version_info__ >= (0, 12):
             return list(flat)
-        return [once(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in flat]
+        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in flat]
+        return [once(only_backwards(x)) if f else x for x, f in zip(flat, floats, strict=True)]
 
     @property
     def out_axes(self) -> list[Axes]:

@@ -223,6 +223,9 @@ def test_the_second_derivative_of_rules_in_layers():
     else:
         with pytest.raises(jaxtile.TilingError, match="for the second time"):
             second(jax.checkpoint(layer))
+        tiled = jaxtile.checkpoint(over_layers(jax.checkpoint(layer)), **TILED)
+        with pytest.raises(jaxtile.TilingError, match="forward mode"):
+            jax.jvp(lambda x: tiled(WEIGHTS, x), (IMAGE,), (IMAGE,))
 
 
 @pytest.mark.slow
