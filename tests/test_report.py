@@ -1,9 +1,7 @@
 """The report of a sweep, looked at in a real browser where there is one."""
 
 import json
-import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -15,6 +13,8 @@ import policies
 from experiments.measuring.cells import Cell
 from experiments.measuring.results import Result, append, read
 from experiments.report import pareto, write
+
+from .browser import needs_browser, opened
 
 ROOT = pathlib.Path(__file__).parent.parent
 PLAN_ARGUMENTS = (jnp.ones((8, 8, 3, 3), jnp.float32), jnp.ones((1, 8, 64, 64), jnp.float32))
@@ -137,28 +137,12 @@ def rows_of(page: str):
     return json.loads(line.removeprefix("const rows = ").removesuffix(";"))
 
 
-BROWSER = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-
-
-@pytest.mark.skipif(
-    not (BROWSER and shutil.which("chromedriver")), reason="needs chromium and chromedriver"
-)
+@needs_browser
 def test_in_a_browser(folder):
     """It renders, sorts, filters, shows a plan, and has no errors."""
-    from selenium import webdriver
     from selenium.webdriver.common.by import By
 
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,1200"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(shutil.which("chromedriver"), env=dict(os.environ))
-    driver = webdriver.Chrome(options=options, service=service)
-    try:
-        driver.get((folder / "report.html").as_uri())
+    with opened(folder / "report.html") as driver:
 
         def column(name):
             heads = [h.text.split(" ▲")[0].split(" ▼")[0] for h in find("th")]
@@ -193,9 +177,6 @@ def test_in_a_browser(folder):
         assert "bytes: budget" in find("#plan pre")[0].text
         assert int(find("#plan img")[0].get_attribute("naturalWidth")) > 100
         driver.save_screenshot(str(folder / "page.png"))
-        assert driver.get_log("browser") == []
-    finally:
-        driver.quit()
 
 
 def test_rows_are_json(folder):

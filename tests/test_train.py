@@ -34,6 +34,7 @@ from experiments.training.trained import load_trained
 from experiments.training.workdir import Workdir
 
 from . import FLAGS
+from .browser import needs_browser, opened
 from .support import parametrize_few
 from .tiny_config import get_config
 
@@ -133,6 +134,24 @@ def test_a_run(uninterrupted):
     assert len(list((uninterrupted / "checkpoints").glob("[0-9]*"))) == 3
     trained = load_trained(uninterrupted)
     assert trained.step == summary["best"]["step"]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [1400, 600])
+def test_its_page_in_a_browser(uninterrupted, width):
+    """Pictures are seen, tables have numbers, nothing is wider than the window."""
+    with opened(uninterrupted / "report.html", width) as driver:
+        pictures = driver.find_elements("css selector", "img")
+        assert len(pictures) >= 2
+        for picture in pictures:
+            assert int(picture.get_attribute("naturalWidth")) > 100
+            assert picture.get_attribute("alt")
+        tables = driver.find_elements("css selector", "table")
+        quality = json.loads((uninterrupted / "summary.json").read_text())["quality"]
+        assert f"{quality['mean_iou']:.4f}" in tables[0].text
+        assert len(tables) == 3  # the summary, the classes, the confusion matrix
+        wide = "return document.documentElement.scrollWidth - window.innerWidth"
+        assert driver.execute_script(wide) <= 0
 
 
 def test_what_is_done_before_the_first_step_is_said(uninterrupted):
