@@ -241,6 +241,33 @@ def test_equinox_with_state_and_a_mapped_batch():
     assert_same(of_weights, weights, image, state, in_axes=axes, tiles=(3, 2))
 
 
+LINEN = {
+    "jax_resnet.ResNet18": ({"n_classes": 5}, {}),
+    "flaxmodels.VGG16": (
+        {"pretrained": None, "include_head": False, "normalize": False, "dtype": "float64"},
+        {"train": True},
+    ),
+}
+"""Networks of packages, options, and arguments of a call. (flaxmodels' norms round to float32.)"""
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_packages_for_linen(name):
+    package, _, network = name.partition(".")
+    options, arguments = LINEN[name]
+    model = getattr(pytest.importorskip(package), network)(**options)
+    image, dropout = normal(0, 2, 68, 64, 3), {"dropout": jax.random.key(1)}
+    variables = as_float64(model.init(jax.random.key(0), image, **arguments))
+    params = variables.pop("params")
+
+    def apply(params, state, x):
+        given = {"params": params, **state}
+        return model.apply(given, x, rngs=dropout, mutable=["batch_stats"], **arguments)
+
+    schedule = {"in_axes": (None, None, (1, 2)), "tiles": (2, 2), "policy": store_convolutions}
+    assert_same(apply, params, variables, image, **schedule)
+
+
 KERAS = {
     "MobileNetV2": (26, {"alpha": 0.35}),
     "MobileNetV3Small": (22, {"alpha": 0.75}),
