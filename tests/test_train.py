@@ -137,7 +137,7 @@ def test_a_run(uninterrupted):
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [1400, 600])
+@pytest.mark.parametrize("width", [1400, pytest.param(600, marks=pytest.mark.slow)])
 def test_its_page_in_a_browser(uninterrupted, width):
     """Pictures are seen, tables have numbers, nothing is wider than the window."""
     with opened(uninterrupted / "report.html", width) as driver:
