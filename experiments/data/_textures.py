@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 _LIGHT_SCALE = 60  # pixels between points of the uneven light
-_COLUMNS = 2048  # of a window, which has `_LIGHT_SCALE` rows
+_COLUMNS = 8192  # of a window, which has `_LIGHT_SCALE` rows
 _NOISE = np.random.default_rng(0).standard_normal(2**20, np.float32) * np.float32(12)
 _MANY = 2**22  # pixels that are worth threads
 

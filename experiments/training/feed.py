@@ -11,6 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 import policies
+from jaxtile._run.ordering import host_of
 from policies import format_bytes
 
 from .. import data
@@ -49,7 +50,7 @@ def placed(shapes: Shapes, config: ConfigDict, devices: Devices) -> Placement:
         text = f"batches stay on disk, and are read from there by window{text}"
     if where != "host":
         return Placement(where, shapes, text)
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    place = host_of(jax.devices()[0])
     found = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) if x.ndim > 1 else x for x in shapes
     ]

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from .._run.ordering import host_of, on_host
+
 # The chip, as XLA's `GpuTargetConfigProto` wants it.
 _HOPPER = """
 gpu_device_info {
@@ -75,10 +77,11 @@ def absent_device(device: str) -> Any:
 
 def placed(tree: Any, device: Any) -> Any:
     """The shapes of arrays, as if they were on a device."""
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding
-        ),
-        tree,
-    )
+    on_device, beside_it = jax.sharding.SingleDeviceSharding(device), host_of(device)
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = beside_it if on_host(x) else on_device
+        shape, dtype = jax.numpy.shape(x), jax.dtypes.result_type(x)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return jax.tree.map(place, tree)

@@ -16,12 +16,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from .._amounts import parse_bytes
 from .._graph.static import shown
 from .._graph.trace import Traced, flat_axes, only_arrays
-from .._run.ordering import on_host, to_device
+from .._run.ordering import host_of, on_host, to_device, typed
 from .._schedule import Options, tiled
 from ..policy import Choice, Choices, Outline, outline
 from .absent import absent_device, placed
@@ -98,6 +97,7 @@ def plan(
     """
     if _has_modules(args):
         fun, args = _without_modules(fun, args, step)
+    args, step_args = typed((args, step_args))
     options = Options.of(in_axes, static_argnums=static_argnums)
     args, _ = only_arrays(fun, args, {}, options.static_argnums)
     view = outline(fun, *args, in_axes=in_axes)
@@ -171,7 +171,7 @@ def plan_outline(view: Outline, budget: int, skip: bool = False) -> Plan:
     # What the function closes over may be traced; it becomes arguments.
     held = [*known.jaxpr.invars, *known.jaxpr.constvars]
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in held]
-    there = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    there = host_of(jax.devices()[0])
     for i, x in enumerate(known.arguments):
         if on_host(x):
             shapes[i] = jax.ShapeDtypeStruct(shapes[i].shape, shapes[i].dtype, sharding=there)

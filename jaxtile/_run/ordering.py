@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .arrays import Array, Arrays, Cotangents, there
 
@@ -86,6 +88,28 @@ def to_device(x: Array) -> Array:
 def on_host(x: Any) -> bool:
     """Does an array lie in host memory? JAX's types say so."""
     return jax.typeof(x).memory_space is jax.memory.Space.Host
+
+
+def host_of(device: jax.Device) -> NamedSharding:
+    """The host memory of a device, as arrays and shapes of arrays are said to lie there.
+
+    It is a mesh of one device. A `ShapeDtypeStruct` with a `SingleDeviceSharding` would do for a
+    compiler, but when JAX traces with it, its type says device memory (JAX 0.10 to 0.12). Windows
+    are then not copied, and XLA computes in host memory with whatever reads them.
+    """
+    return NamedSharding(Mesh(np.array([device]), "x"), PartitionSpec(), memory_kind="pinned_host")
+
+
+def typed(shapes: Any) -> Any:
+    """The same arrays and shapes of arrays, with the memory in their types."""
+
+    def place(x: Any) -> Any:
+        found = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+        if getattr(found, "memory_kind", None) != "pinned_host" or len(found.device_set) != 1:
+            return x
+        return x.update(sharding=host_of(*found.device_set))
+
+    return jax.tree.map(place, shapes)
 
 
 def fetch(x: Array, cotangents: Cotangents) -> Array:
