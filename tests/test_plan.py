@@ -683,8 +683,11 @@ def test_measured_times_are_used():
     assert forward.of(1 / 4) == pytest.approx(5e-3)
     assert forward.of(640 / 4096) == pytest.approx(3.5e-3)
     assert forward.of(0) == table.start
-    # From 2048 elements on, of 4 channels, it takes ten times as long; a share of them may not.
-    long = dataclasses.replace(table, long=(2048, 10.0)).durations(part.operation, part.sample)[0]
+    # With 16384 elements it takes ten times as long; a share of them from 16384 bytes on.
+    long = dataclasses.replace(table, long=(2**14, 10.0)).durations(part.operation, part.sample)[0]
     assert long.whole == pytest.approx(10 * forward.whole)
-    assert long.of(511 / 4096) == pytest.approx(forward.of(511 / 4096))
-    assert long.of(512 / 4096) == pytest.approx(10 * forward.of(512 / 4096))
+    few = 2**14 / (4096 * 4 * part.sample.equation.out_avals[0].dtype.itemsize)
+    assert long.of(few * 0.999) == pytest.approx(forward.of(few * 0.999))
+    assert long.of(few) == pytest.approx(10 * forward.of(few))
+    longer = dataclasses.replace(table, long=(2**14 + 1, 10.0))
+    assert longer.durations(part.operation, part.sample)[0].whole == pytest.approx(forward.whole)

@@ -205,11 +205,12 @@ def predicted(outline: Outline, policy: Any) -> dict[str, float]:
     plain JAX, and so also what tiles are slower by. No policy: plain JAX.
     """
     costs = policies.costs()
-    found = durations(outline, costs).values()
+    # As in tiles: an array that is too long for fast kernels is long only if it is whole.
+    found = durations(outline, dataclasses.replace(costs, long=policies.Costs.long)).values()
     forward, backward = (sum(d[i].whole for d in found) for i in (0, 1))
     again = 0.0
     if isinstance(policy, policies.Plan):
-        again = policy.seconds - policy.plain_seconds
+        again = policy.seconds - forward - backward
     elif policy is not None:
         estimate = Model(outline, costs).estimate(policy.choose(outline))
         again = max(0.0, estimate.seconds - forward - backward)

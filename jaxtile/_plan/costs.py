@@ -75,7 +75,8 @@ class Costs:
     """Does a convolution apply a ReLU that follows it along the way?"""
     long: tuple[int, float] = (2**63, 1.0)
     """From so many elements of an array on, a convolution takes so many times as long: a library's
-    fast kernels count in 32 bits."""
+    fast kernels count in 32 bits. Tiles can be smaller, and should be from so many bytes on: there
+    the compiler also tries kernels that take a thousand times as long as the fastest."""
     classes: Mapping[str, tuple[Timing, ...]] = dataclasses.field(default_factory=dict)
     """What was measured of convolutions and the like: by class, the fewest positions first."""
 
@@ -126,13 +127,14 @@ class Costs:
         return Duration(float(np.interp(1.0, *line)), tuple(line[0]), tuple(line[1]))
 
     def _with_long(self, sample: Sample, duration: Duration) -> Duration:
-        """Of a convolution, if a share of its positions can be too long an array."""
-        elements, factor = self.long
-        share = elements / max(
-            x.size for x in (*sample.equation.in_avals, *sample.equation.out_avals)
-        )
-        if share > duration.shares[-1]:
-            return duration
+        """Of a convolution, if it has too long an array, or a share of its positions has."""
+        most, factor = self.long
+        arrays = (*sample.equation.in_avals, *sample.equation.out_avals)
+        elements = max(x.size for x in arrays)
+        size = max(x.size * x.dtype.itemsize for x in arrays)
+        whole = duration.whole * (factor if elements >= most else 1)
+        if (share := most / size) > duration.shares[-1]:
+            return duration._replace(whole=whole)
         points = list(zip(duration.shares, duration.seconds, strict=True))
         longest = float(duration.of(share))
         points = [
@@ -140,7 +142,6 @@ class Costs:
             (share * (1 - 1e-9), longest),
             *((s, factor * t) for s, t in [(share, longest), *points] if s >= share),
         ]
-        whole = duration.whole * (factor if share <= 1 else 1)
         return Duration(whole, *(tuple(x) for x in zip(*points, strict=True)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -194,7 +195,10 @@ BUILT_IN = {
         tile=1.11,
         backward={"convolution": 2.5, "contraction": 2.0, "max_pool": 2.2, "other": 1.7},
         applies_clamps=True,
-        long=(2**31, 10.0),  # without tensor cores: 60 TFLOP/s in float32
+        # Without tensor cores: 60 TFLOP/s in float32. (Of one convolution of 64 channels on
+        # 4130 x 4130 positions, the fastest kernel took 2.4 ms, and the slowest that was tried 3 s,
+        # several times; of 2 GiB and less there was none of that kind.)
+        long=(2**31, 10.0),
         # Of the benchmark's models. Shorter calls than 100 us are left out: starting them was part
         # of what was measured.
         classes=_timings(json.loads((pathlib.Path(__file__).parent / "h200.json").read_text())),
