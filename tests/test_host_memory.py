@@ -9,7 +9,11 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import SingleDeviceSharding
 
 import jaxtile
+from experiments.devices.hosts import Devices
+from experiments.program.config import base
+from experiments.training.feed import placed
 from jaxtile import TilingError
+from jaxtile._run.ordering import typed
 
 from .support import assert_close, conv, normal
 
@@ -95,6 +99,22 @@ def test_a_plan_for_an_image_in_host_memory():
     step = jax.value_and_grad(jaxtile.checkpoint(loss, in_axes=AXES, policy=plan))
     x, labels = np.resize(image(np.uint8), x.shape), normal(3, *labels.shape)
     assert_close(jax.jit(step)(W, host(x), labels), jax.jit(jax.value_and_grad(loss))(W, x, labels))
+
+
+def test_shapes_in_host_memory_are_read_by_window():
+    """JAX's type of a shape on a single device does not say that it is in host memory."""
+    place = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    x = image(np.uint8)
+    shape = typed(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place))
+    step = jax.value_and_grad(jaxtile.checkpoint(loss, in_axes=AXES, tiles=(3, 2)))
+    traced = jax.jit(step).trace(W, shape, LABELS)
+    assert 0 < max(moved(traced.jaxpr.jaxpr)) < x.size
+    got = traced.lower().compile()(W, jax.device_put(x, shape.sharding), LABELS)
+    assert_close(got, jax.jit(jax.value_and_grad(loss))(W, x, LABELS))
+    config = base("unet")
+    config.data.placement = "host"
+    placement = placed((jax.ShapeDtypeStruct((1, 64, 64, 3), np.uint8),), config, Devices())
+    assert jax.typeof(placement.shapes[0]).memory_space is jax.memory.Space.Host
 
 
 @pytest.mark.parametrize("tiles", [(3, 2), (7, 6)])  # pixels of one tile are read by many

@@ -3,9 +3,10 @@
 A step may want a new gigapixel, so a pixel costs a few operations only. A grating is a sum of
 products of something of the row and something of the column, and so are two gratings across each
 other; the cells of a streak are found in a table; uneven light is linear between points. Noise is
-cut from a table of random numbers, for every window from another place. Windows are as small as a
-core's cache, and threads draw them, each in arrays of its own: to get new ones from the system for
-every window took 16 threads longer than to draw.
+cut from a table of random numbers, for every window from another place. Threads draw windows, each
+in arrays of its own: to get new ones from the system for every window took 16 threads longer than
+to draw. Windows are large, since between two operations of NumPy a thread waits for all others:
+with a quarter of the columns, 16 threads took 20 s for three gigapixels at once, instead of 11.
 """
 
 from __future__ import annotations

@@ -88,6 +88,8 @@ def read(folder: pathlib.Path, text: str) -> tuple[list[tuple[float, float]], li
     name = text.split(maxsplit=2)[1].rstrip(",")
     computations = {} if module is None else module.computations
     known = {it.name: it for c in computations.values() for it in c}
+    # What runs beside the others has a kernel, and no instruction, to be known by.
+    kernels = {_kernel(name): it for it in known.values() for name in (it.name, *it.called[:1])}
     steps, events = [], []
     for e in found:
         if e.get("ph") != "X":
@@ -100,12 +102,21 @@ def read(folder: pathlib.Path, text: str) -> tuple[list[tuple[float, float]], li
             steps.append((start, end))
         elif (on_device and stream) or (op and not on_device):
             own = e.get("args", {}).get("hlo_module", name) == name
-            it = known.get(op) if own else None
+            it = known.get(op, kernels.get(e["name"])) if own else None
             if it is not None and it.opcode in _INSIDE:
                 continue
             events.append(_event(e["name"], own, it, computations, start, end))
     inside = [e for e in events if any(a <= e.start < b for a, b in steps)]
     return sorted(steps), inside
+
+
+def _kernel(name: str) -> str:
+    """The name that XLA gives to the kernel of an instruction, or of what is wrapped for it.
+
+    >>> _kernel("wrapped_dynamic-slice_computation.1")
+    'wrapped_dynamic_slice_1'
+    """
+    return name.replace("_computation", "").replace(".", "_").replace("-", "_")
 
 
 def _event(
@@ -115,7 +126,7 @@ def _event(
         moves = "memcpy" in kernel.lower() or "memset" in kernel.lower()
         return Event(kernel, "moved" if moves else "other programs", "", *when)
     opcodes = {it.opcode}
-    if it.opcode == "fusion":
+    if it.opcode in ("fusion", "fusion-start"):
         inside = [i for c in it.called for i in computations.get(c, ())]
         # Numbers are where to copy from or to.
         opcodes = {i.opcode for i in inside if any(math.prod(x.shape) > 1 for x in i.leaves)}

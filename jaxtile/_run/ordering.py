@@ -105,7 +105,7 @@ def typed(shapes: Any) -> Any:
 
     def place(x: Any) -> Any:
         found = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
-        if getattr(found, "memory_kind", None) != "pinned_host" or len(found.device_set) != 1:
+        if found is None or found.memory_kind != "pinned_host" or len(found.device_set) != 1:
             return x
         return x.update(sharding=host_of(*found.device_set))
 
