@@ -101,11 +101,12 @@ def take_steps(run: Run, batches: data.Batches, now: Now, profiler: Profiler) ->
     config, folder = run.config, run.workdir.path
     clock = Clock(run.workdir, config.train.batch_size, run.train_set.shape)
     boards = tensorboard(config, folder, run.done)
+    places = [x.sharding for x in run.step.batch]
     with (
         OutOfMemory(run.step, run.budgets, run.done, run.policy),
         Noted() as signals,
         profiler,
-        Feed(batches, run.devices, [x.sharding for x in run.step.batch]) as feed,
+        Feed(batches, run.devices, places, run.program.repeats) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):
         while run.done < run.total and not run.devices.any(bool(signals.received)):
@@ -120,7 +121,9 @@ def take_steps(run: Run, batches: data.Batches, now: Now, profiler: Profiler) ->
             now.close()
             line = run.accept(values, batch)
             boards(line)
-            bar.advance(f"loss {line['loss']:.4g}  {clock.text()}  {run.program.memory_text()}")
+            skipped = run.program.skipped(batch)
+            done = f"loss {line['loss']:.4g}  {clock.text()}  {run.program.memory_text()}"
+            bar.advance(f"{done}  {skipped} tiles skipped" if skipped else done)
             if run.is_due(config.eval.every):
                 result = run.evaluate()
                 boards(result)

@@ -34,12 +34,12 @@ from ._regions.targets import Target
 from ._regions.tile import TiledEquation
 from ._rules import Windows, traits
 from ._rules.shape import local_shape
-from ._run.repeats import repeated
+from ._run.repeats import Repeats
 
 
 def report(plan: Schedule, traced: Traced) -> Explanation:
     """The explanation of a schedule."""
-    return _report(plan, repeated(plan, traced.arguments))
+    return _report(plan, Repeats(plan)(traced.arguments))
 
 
 def _report(plan: Schedule, skipped: Mapping[int, int]) -> Explanation:

@@ -722,6 +722,39 @@ def test_from_disk_killed_or_not_it_gives_the_same_numbers(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_tiles_that_are_skipped_are_counted(tmp_path):
+    """Of a slide that is blank but for a corner; the losses are those without skipping."""
+    for name, value in (("images", 255), ("masks", 0)):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        slide = np.full((96, 96), value, np.uint8)
+        slide[:24, :24] = np.random.default_rng(0).integers(0, 2, (24, 24))
+        for i in range(3):
+            np.save(tmp_path / "data" / name / f"{i}.npy", slide)
+    options = {
+        "data.kind": "folder",
+        "data.path": tmp_path / "data",
+        "data.size": 96,
+        "data.augment": False,
+        "policy": "tiled:4x4",
+        "train.batch_size": 1,
+        "train.steps": 2,
+        "train.warmup_steps": 0,
+        "log.every": 1,
+    }
+    few = [f"--config.{name}={value}" for name, value in options.items()]
+    losses = {}
+    for skip in (False, True):
+        code, text = run(tmp_path / str(skip), *few, f"--config.skip={skip}")
+        assert code == 0, text
+        counted = [int(n) for n in re.findall(r"(\d+) tiles skipped", text)]
+        assert len(counted) == 2 * skip, text
+        assert all(n >= 4 for n in counted)
+        lines = (tmp_path / str(skip) / "metrics.jsonl").read_text().splitlines()
+        losses[skip] = [json.loads(line)["loss"] for line in lines]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
 def test_where_batches_lie(monkeypatch):
     shapes = (
         jax.ShapeDtypeStruct((1, 1024, 1024, 3), np.uint8),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +75,8 @@ class Sent(NamedTuple):
     images: Any
     labels: Any
     names: tuple[str, ...]
+    skipped: int = 0
+    """Tiles of its step that read the same as others, as far as that is known beforehand."""
 
     def delete(self) -> None:
         """Give back the memory of the devices, or close the files."""
@@ -89,10 +91,16 @@ class Feed:
     """
 
     def __init__(
-        self, batches: data.Batches, devices: Devices, places: Sequence[Any] = (None, None)
+        self,
+        batches: data.Batches,
+        devices: Devices,
+        places: Sequence[Any] = (None, None),
+        repeats: Callable[[Any, Any], int] | None = None,
     ):
-        """`places`: shardings of images and labels; None: where `devices` puts them."""
-        self.batches, self.devices, self.places = batches, devices, places
+        """`places`: shardings of images and labels; None: where `devices` puts them. `repeats`:
+        from images and labels to the tiles that will be skipped.
+        """
+        self.batches, self.devices, self.places, self.repeats = batches, devices, places, repeats
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "feed")
         self._next = self._pool.submit(self._send)
 
@@ -104,7 +112,8 @@ class Feed:
             return Sent(batch.images, labels, batch.names)
         parts = zip((batch.images, batch.labels), self.places, strict=True)
         arrays = [jax.device_put(self.devices.placed(x), place) for x, place in parts]
-        return Sent(*jax.block_until_ready(arrays), batch.names)
+        skipped = self.repeats(batch.images, batch.labels) if self.repeats else 0
+        return Sent(*jax.block_until_ready(arrays), batch.names, skipped)
 
     def __next__(self) -> Sent:
         sent = self._next.result()

@@ -20,6 +20,7 @@ from policies import format_bytes
 
 from ..devices.memory import Peak
 from ..program.config import ConfigError
+from .feed import Sent
 from .step import State, Step
 
 _SMALLEST_TILE = 64  # pixels along a side
@@ -82,7 +83,7 @@ def _tiles(step: Step, text: str, grid: tuple[int, ...], planned: bool) -> Tiles
 class FromDisk:
     """The step of a run whose batches are read by window; in the place of a `Program`."""
 
-    estimated = None
+    estimated = repeats = None
 
     def __init__(self, step: Step, tiles: Tiles, folder: pathlib.Path):
         began = time.perf_counter()
@@ -112,6 +113,9 @@ class FromDisk:
         return f"about {format_bytes(self.bytes)} of the device, in {grid} tiles from disk"
 
     def memory_text(self) -> str:
-        peak, skipped = self.peak.observed(), self.streamed.skipped
-        text = f"step ~{format_bytes(self.bytes)}" if peak is None else f"peak {format_bytes(peak)}"
-        return f"{text}  {skipped} tiles skipped" if skipped else text
+        peak = self.peak.observed()
+        return f"step ~{format_bytes(self.bytes)}" if peak is None else f"peak {format_bytes(peak)}"
+
+    def skipped(self, batch: Sent) -> int:
+        """Tiles of the last step that were skipped."""
+        return self.streamed.skipped

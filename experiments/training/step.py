@@ -16,6 +16,8 @@ from ml_collections import ConfigDict
 
 import jaxtile
 import policies
+from jaxtile._run.repeats import Repeats
+from jaxtile._schedule import Options, scheduled
 from policies import format_bytes
 
 from ..data import Dataset
@@ -24,6 +26,7 @@ from ..devices.memory import Peak
 from ..program.config import ConfigError
 from ..program.files import write_atomically
 from .checkpoints import flatten, unflatten
+from .feed import Sent
 from .learner import Learner, Weights
 
 
@@ -130,6 +133,17 @@ class Step:
         state = devices.typed(self.state, replicated=True)
         batch = devices.typed(self.batch, replicated=False)
         return self._of(loss, devices.replicated).trace(state, *batch)
+
+    def repeats(self, policy: Any) -> Callable[[Any, Any], int]:
+        """From images and labels to how many tiles a step skips forwards, or more."""
+        options = Options.of(self.learner.in_axes(2), policy=policy, skip=True)
+        schedule, _ = scheduled(self.learner.loss, self._loss_arguments, {}, options)
+        count, given = Repeats(schedule), self._loss_arguments[:2]
+
+        def skipped(images: Any, labels: Any) -> int:
+            return sum(count(jax.tree.leaves((*given, images, labels))).values())
+
+        return skipped
 
     def plan(self, budget: int, progress: Callable[[str], None] | None = None) -> policies.Plan:
         """For the whole step on one device: optimiser, gradients and batch included, and the next
@@ -257,6 +271,7 @@ class Program:
         self.estimated = estimated_bytes(traced) if self.devices.mesh is None else None
         self.step = traced.lower().compile()
         self.bytes = jaxtile.Bytes.of(self.step).total
+        self.repeats = step.repeats(policy) if step.learner.config.skip and policy else None
         self.compile_seconds = time.perf_counter() - began
         self.peak = Peak()
 
@@ -265,6 +280,10 @@ class Program:
         estimated = "" if self.estimated is None else f" ({format_bytes(self.estimated)} estimated)"
         each = "" if self.devices.mesh is None else f" on each of {self.devices.mesh.size} devices"
         return f"{format_bytes(self.bytes)}{each}{estimated}"
+
+    def skipped(self, batch: Sent) -> int:
+        """Tiles of a step that are skipped forwards, or more."""
+        return batch.skipped
 
     def memory_text(self) -> str:
         peak = self.peak.observed()

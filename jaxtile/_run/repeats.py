@@ -22,14 +22,21 @@ from .slots import Row, Slots
 from .tile import Tile
 
 
-def repeated(plan: Schedule, arguments: Sequence[Any]) -> dict[int, int]:
-    """Per region that may skip tiles, how many; nothing if the arguments are shapes only."""
-    tiled = [(v, x) for v, x in zip(plan.graph.inputs, arguments, strict=True) if v.tiled]
-    if not all(hasattr(x, "__array__") for _, x in tiled):
-        return {}
-    seen = _Seen({v: np.asarray(x) for v, x in tiled})
-    regions = [r for r in plan.regions if r.skips and r.tiled and r.tiles > 1]
-    return {region.index: seen.repeated(Tile(region)) for region in regions}
+class Repeats:
+    """Counts such tiles, for any arguments of a schedule."""
+
+    def __init__(self, plan: Schedule):
+        self.inputs = plan.graph.inputs
+        skipping = [r for r in plan.regions if r.skips and r.tiled and r.tiles > 1]
+        self.tiles = [(tile, _columns(tile)) for tile in map(Tile, skipping)]
+
+    def __call__(self, arguments: Sequence[Any]) -> dict[int, int]:
+        """Per region that may skip tiles, how many; nothing if the arguments are shapes only."""
+        tiled = [(v, x) for v, x in zip(self.inputs, arguments, strict=True) if v.tiled]
+        if not all(hasattr(x, "__array__") for _, x in tiled):
+            return {}
+        seen = _Seen({v: np.asarray(x) for v, x in tiled})
+        return {t.region.index: seen.repeated(t, columns) for t, columns in self.tiles}
 
 
 class _Seen:
@@ -39,9 +46,9 @@ class _Seen:
         self.arguments = arguments
         self.written: dict[Value, tuple[Region, np.ndarray]] = {}
 
-    def repeated(self, tile: Tile) -> int:
-        """How many tiles of a region are like an earlier one."""
-        region, kinds = tile.region, list(map(tuple, tile.rows[:, _columns(tile)].tolist()))
+    def repeated(self, tile: Tile, columns: Sequence[int]) -> int:
+        """How many tiles of a region are like an earlier one. `columns`: what they depend on."""
+        region, kinds = tile.region, list(map(tuple, tile.rows[:, columns].tolist()))
         numbers: dict[Hashable, int] = {}
         labels = []
         for i, (kind, row) in enumerate(zip(kinds, tile.rows, strict=True)):
