@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtile import nn
+from jaxtile import nn, ops
 
 
 class Classifier(nnx.Module):
@@ -46,6 +46,22 @@ class PooledClassifier(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return checkpoint_name(self.fc(checkpoint_name(x.mean((1, 2)), "avgpool")), "fc")
+
+
+class DenseClassifier(nnx.Module):
+    """A score for each position of the features, which stands for `stride` x `stride` pixels: the
+    coarsest of the fully convolutional networks (Long, Shelhamer and Darrell, 2015).
+    """
+
+    size = 1
+
+    def __init__(self, features: int, num_classes: int, stride: int, *, rngs: nnx.Rngs, **types):
+        self.stride = stride
+        self.score = nn.Conv(features, num_classes, (1, 1), rngs=rngs, **types)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = checkpoint_name(self.score(x), "coarse")
+        return checkpoint_name(ops.upsample(x, factor=self.stride), "score")
 
 
 def check_labels(model: str, classifier: nnx.Module | None, labels: jax.Array | None) -> None:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtile import nn, ops
 
-from ._classifier import Classifier, PooledClassifier, check_labels
+from ._classifier import Classifier, DenseClassifier, PooledClassifier, check_labels
 from ._sizes import check_image, check_size
 
 BLOCKS = ((1, 1), (2, 2), (4, 4, 4), (8, 8, 8), (8, 8, 8))
@@ -22,12 +22,14 @@ class VGG16(nnx.Module):
     """VGG16: 13 convolutions in five blocks.
 
     Names: `conv1_1` (after ReLU), `conv1_2`, `pool1`, and so on; `loss`. With a classifier also
-    `fc6`, `fc7`, `fc8`; pooled, `avgpool` and `fc`.
+    `fc6`, `fc7`, `fc8`; pooled, `avgpool` and `fc`; dense, `coarse` and `score`.
 
     Args:
       num_classes: adds a classifier; see `models._classifier` for images larger than 224.
       pooled: the classifier is one dense layer on the mean over all positions. On large images
         the original one, which slides, takes as long as a third of the network, and more memory.
+      dense: the classifier gives a score to each position of `pool5`, and so to every pixel; the
+        sides of images are multiples of 32.
       in_channels: channels of the image.
       width: channels of the first convolution.
       dropout: rate in the classifier.
@@ -41,6 +43,7 @@ class VGG16(nnx.Module):
         num_classes: int | None = None,
         *,
         pooled: bool = False,
+        dense: bool = False,
         in_channels: int = 3,
         width: int = 64,
         dropout: float = 0.5,
@@ -55,15 +58,20 @@ class VGG16(nnx.Module):
                 conv = nn.Conv(n_in, n, (3, 3), kernel_init=nnx.initializers.he_normal(), **types)
                 setattr(self, f"conv{block}_{i}", conv)
                 n_in = n
+        if dense and (pooled or num_classes is None):
+            raise ValueError("`dense` wants `num_classes`, and does not go with `pooled`")
+        self.dense = dense
         if num_classes is None:
             self.classifier = None
+        elif dense:
+            self.classifier = DenseClassifier(n_in, num_classes, 2 ** len(BLOCKS), **types)
         elif pooled:
             self.classifier = PooledClassifier(n_in, num_classes, **types)
         else:
             self.classifier = Classifier(n_in, 7, num_classes, dropout, **types)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`pool5`; with `num_classes`, the logits."""
+        """`pool5`; with `num_classes`, the logits: of the image, or dense, of each pixel."""
         check_image("VGG16", x.shape, 2, self.in_channels)
         check_size("VGG16", x.shape, self._fits)
         for block in range(1, 6):
@@ -95,4 +103,5 @@ class VGG16(nnx.Module):
         return checkpoint_name(loss, "loss")
 
     def _fits(self, n: int) -> bool:
-        return n >= 32 * (1 if self.classifier is None else self.classifier.size)
+        smallest = 32 * (1 if self.classifier is None else self.classifier.size)
+        return n >= smallest and not (self.dense and n % 32)

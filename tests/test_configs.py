@@ -16,8 +16,8 @@ FILES = sorted(pathlib.Path(__file__).parent.parent.glob("configs/[!_s]*.py"))
 
 
 def test_all_are_there():
-    names = "alexnet local_cnn quickstart resnet50_large unet_572 unet_cells vgg16_gigapixel"
-    assert [file.stem for file in FILES] == names.split()
+    names = "alexnet local_cnn quickstart resnet50_large unet_572 unet_cells unet_volume"
+    assert [file.stem for file in FILES] == [*names.split(), "vgg16_gigapixel", "vgg16_mosaic"]
 
 
 @parametrize_few("file", FILES, always=3, ids=lambda file: file.stem)
@@ -29,11 +29,12 @@ def test_a_shipped_config(file):
     config = load(str(file))
     check(config)
     learner = Learner(config)
-    size = config.data.size
-    learner.check_size((size, size, config.data.channels))
-    batch = config.train.batch_size
-    label = (batch, *(learner.output_size(size),) * 2) if learner.task.dense else (batch,)
-    images = jax.ShapeDtypeStruct((batch, size, size, config.data.channels), jnp.uint8)
+    rank, batch = config.data.dimensions, config.train.batch_size
+    shape = (*(config.data.size,) * rank, config.data.channels)
+    learner.check_size(shape)
+    sizes = (learner.output_size(config.data.size),) * rank
+    label = (batch, *sizes) if learner.task.dense else (batch,)
+    images = jax.ShapeDtypeStruct((batch, *shape), jnp.uint8)
     labels = jax.ShapeDtypeStruct(label, jnp.uint8 if learner.task.dense else jnp.int32)
     step = Step(learner, make_optimiser(config)[0], (images, labels))
     assert step.outline().fingerprint

@@ -109,6 +109,18 @@ def test_textures():
     assert all(image.std() > 15 for image, _ in examples)
 
 
+def test_mosaics():
+    """Squares of one class each; all classes are as frequent as each other."""
+    dataset = load(kind="mosaics", size=(90, 64), channels=3, classes=6, train_images=2)
+    assert (dataset.shape, dataset.label_shape) == ((90, 64, 3), (90, 64))
+    image, mask = dataset.example(0, generator(0))
+    squares = mask[::12, ::8]
+    np.testing.assert_array_equal(mask, squares.repeat(12, 0).repeat(8, 1)[:90])
+    assert sorted(np.bincount(squares.ravel())) == [10, 10, 11, 11, 11, 11]
+    assert image.std() > 15
+    assert not np.array_equal(mask, dataset.example(1, generator(0))[1])
+
+
 @pytest.mark.parametrize("label", [0, 1, 2, 4])
 def test_a_texture_is_as_its_definition_says(label):
     """Without its noise: seen through a mean over small windows, which keeps the pattern."""

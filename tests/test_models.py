@@ -390,3 +390,27 @@ def test_vgg16_with_a_pooled_classifier():
     fc = model.classifier.fc
     expected = features.mean((1, 2)) @ fc.kernel[...] + fc.bias[...]
     np.testing.assert_allclose(model(image), expected, rtol=1e-5)
+
+
+def test_vgg16_with_a_score_for_each_pixel():
+    """Each score stands for 32 x 32 pixels; in tiles that do not fit these squares, too."""
+    options = {"dense": True, "width": 2, "param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
+    model = models.VGG16(3, **options)
+    image, labels = normal(0, 1, 64, 96, 3), np.random.default_rng(0).integers(0, 3, (1, 64, 96))
+    scores = np.asarray(model(image))
+    coarse = scores[:, ::32, ::32]
+    np.testing.assert_array_equal(scores, coarse.repeat(32, 1).repeat(32, 2))
+    assert np.ptp(coarse) > 0
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, image, labels):
+        return nnx.merge(graphdef, params, rest, copy=True).loss(image, labels)
+
+    axes = (None, (1, 2), (1, 2))
+    tiled = jaxtile.checkpoint(loss, in_axes=axes, tiles=(2, 5))
+    args = params, image, labels
+    assert_close(jax.jit(jax.grad(tiled))(*args), jax.jit(jax.grad(loss))(*args))
+    with pytest.raises(ValueError, match="64, 80"):
+        model(image[:, :, :80])
+    with pytest.raises(ValueError, match="`dense` wants `num_classes`"):
+        models.VGG16(**options)

@@ -42,9 +42,10 @@ from ._scale import check_channels as check_channels
 from ._scale import read_pixels as read_pixels
 from ._scan import range_of as range_of
 from ._synthetic import Cells as Cells
+from ._synthetic import Mosaics as Mosaics
 from ._synthetic import Textures as Textures
 
-_SYNTHETIC = {"cells": Cells, "textures": Textures}
+_SYNTHETIC = {"cells": Cells, "mosaics": Mosaics, "textures": Textures}
 _EVALUATION_START = 2**31  # beyond any index of a training image, however many there are
 
 
@@ -59,8 +60,8 @@ def load(
 
     Args:
       options: has the attributes
-        kind: `"cells"` and `"textures"` are synthetic; `"folder"` is files; anybody's own is
-          `"my_package.data:MyDataset"`, see `_own.py`.
+        kind: `"cells"`, `"mosaics"` and `"textures"` are synthetic; `"folder"` is files; anybody's
+          own is `"my_package.data:MyDataset"`, see `_own.py`.
         options: more arguments of one's own.
         dimensions: of images, 2; of volumes, 3.
         path, labels: of a folder, and how it says its labels, see `listing`.

@@ -6,11 +6,13 @@ are exact. No threshold finds the cells (intersection over union below 0.8); a s
 
 Of three dimensions they are ellipsoids, see `_volumes.py`.
 
-`Textures`: one of a few kinds for an image, see `_textures.py`.
+`Textures`: one of a few kinds for an image, see `_textures.py`. `Mosaics`: one for each of its
+squares.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -22,6 +24,8 @@ from ._volumes import draw_volume
 
 _AREA_PER_CELL = 64 * 64 * 0.45
 """Pixels: about a quarter of the image is cells."""
+_SQUARES = 8
+"""Of a mosaic, along each side."""
 _MOST_KEPT = 4 * 2**30
 """Bytes of drawn images that are kept for the next epoch, if all of them fit."""
 
@@ -102,6 +106,33 @@ class Textures(_Synthetic):
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         return self._drawn(index)
+
+
+class Mosaics(Textures):
+    """Eight by eight squares, each a texture of its own; masks say of which class."""
+
+    def _label_shape(self) -> tuple[int, ...]:
+        return self.geometry.size
+
+    def _draw(self, index: int) -> tuple[np.ndarray, Any]:
+        rng = self._generator(index)
+        image, mask = np.empty(self.shape, np.uint8), np.empty(self.shape[:-1], np.uint8)
+        sides = [-(-n // _SQUARES) for n in mask.shape]
+        starts = itertools.product(
+            *(range(0, n, m) for n, m in zip(mask.shape, sides, strict=True))
+        )
+        for number, start in enumerate(starts):
+            if number % self.classes == 0:  # all are as frequent as each other, in any order
+                order = rng.permutation(self.classes)
+            square = tuple(slice(a, a + m) for a, m in zip(start, sides, strict=True))
+            label, shape = int(order[number % self.classes]), image[square].shape
+            image[square] = draw_texture(rng, label, self.classes, *shape)
+            mask[square] = label
+        return image, mask
+
+    def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
+        image, mask = self._drawn(index)
+        return image, self.centre(mask)
 
 
 def draw_cells(

@@ -21,7 +21,7 @@ import policies
 
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
-KINDS = ("cells", "textures", "folder")
+KINDS = ("cells", "mosaics", "textures", "folder")
 TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
 PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
 _PROGRAMS = pathlib.Path(__file__).parents[2]
@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 
 _DATA = {
-    "kind": "cells",  # cells, textures, folder, or your own: package.module:Name
+    "kind": "cells",  # cells, mosaics, textures, folder, or your own: package.module:Name
     "options": {},  # more arguments of your own
     "path": "",
     "labels": "masks",  # masks, targets, folders, csv or tags
@@ -183,7 +183,7 @@ def check(config: ConfigDict) -> None:
         "be a smaller and a larger number, as (0, 4095), or () for the range that is found",
     )
     _require(config, "seed", lambda n: 0 <= n < 2**31, "be at least 0 and less than 2**31")
-    if config.eval.size and config.data.kind in ("cells", "textures"):
+    if config.eval.size and config.data.kind in ("cells", "mosaics", "textures"):
         raise ConfigError(
             f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
             "`data.size` pixels, and are evaluated whole"
