@@ -61,7 +61,7 @@ def measure(
     pixels = cell.shape[0] * cell.shape[1] * cell.shape[2]
     result = {
         "seconds": median,
-        "spread": (max(seconds) - min(seconds)) / median,
+        "spread": (max(seconds) - min(seconds)) / median if len(seconds) > 1 else None,
         "planning_seconds": planned,
         "compile_seconds": compiling,
         "estimated_bytes": estimated,

@@ -135,27 +135,55 @@ def _conclusion(group: Results) -> str:
     name = f"{group[0].cell.model}, {batch} x {height} x {width}, {group[0].cell.dtype}"
     plain = next((r for r in group if r.cell.policy == "plain"), None)
     least = min(group, key=_gibibytes)
-    fastest = min(group, key=lambda r: r.values["seconds"])
+    fastest, known = _fastest(group)
     if plain is None:
         return (
             f"{name}: plain JAX was not measured, or does not fit; {least.cell.policy} needs the "
-            f"least, {_gibibytes(least):.3g} GiB, and {fastest.cell.policy} is the fastest, "
+            f"least, {_gibibytes(least):.3g} GiB, and {fastest.cell.policy} is {known}, "
             f"{fastest.values['seconds'] * 1e3:.3g} ms."
         )
     if least is plain:
         return f"{name}: no policy that was measured needs less memory than plain JAX."
     found = ratios(least, plain)
-    text = (
-        f"{name}: {least.cell.policy} needs {found['memory / plain']:.2f} of plain JAX's memory "
-        f"and takes {found['time / plain']:.2f} times as long"
-    )
+    text = f"{name}: {least.cell.policy} needs {found['memory / plain']:.2f} of plain JAX's memory"
+    text += f" and takes {found['time / plain']:.2f} times as long"
+    if not _told_apart(least, plain):
+        text += f", but their times cannot be told apart ({_noise(least, plain)})"
     if fastest not in (plain, least):
         best = ratios(fastest, plain)
         text += (
-            f"; {fastest.cell.policy} is the fastest, {best['time / plain']:.2f} times at "
+            f"; {fastest.cell.policy} is {known}, {best['time / plain']:.2f} times at "
             f"{best['memory / plain']:.2f} of the memory"
         )
     return f"{text}."
+
+
+def _fastest(group: Results) -> tuple[Result, str]:
+    """Of those that may be the fastest, the one with the least memory; and what can be said."""
+    first = min(group, key=lambda r: r.values["seconds"])
+    as_fast = [r for r in group if r is first or not _told_apart(r, first)]
+    found = min(as_fast, key=_gibibytes)
+    others = [r.cell.policy for r in as_fast if r is not found]
+    if not others:
+        return found, "the fastest"
+    return found, f"among the fastest (the spread does not tell it from {', '.join(others)})"
+
+
+def _told_apart(a: Result, b: Result) -> bool:
+    """Is the difference of two medians more than the steps of either differ among themselves?"""
+    times = [r.values["seconds"] for r in (a, b)]
+    spreads = [number(r.values, "spread") for r in (a, b)]
+    if None in spreads:
+        return False
+    noise = max(t * s for t, s in zip(times, spreads, strict=True))
+    return abs(times[0] - times[1]) > noise
+
+
+def _noise(*results: Result) -> str:
+    spreads = [number(r.values, "spread") for r in results]
+    if None in spreads:
+        return "one step each was timed"
+    return f"steps of one policy spread by up to {max(spreads):.0%}"
 
 
 def _plan(found: Any, picture: pathlib.Path, name: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from ._create import create as create
 from ._create import maker as maker
 from ._create import names as names
 from ._names import call as call
+from ._names import check_options as check_options
 from ._names import find as find
 from ._network import Network as Network
 from ._network import network as network

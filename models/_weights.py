@@ -22,7 +22,7 @@ from flax import nnx
 from . import _keras
 from ._torch_file import read_torch_file
 from .alexnet import AlexNet
-from .resnet50 import ResNet50
+from .resnet50 import ResNet50, Trunk
 from .unet import UNet
 from .vgg16 import VGG16
 
@@ -36,8 +36,8 @@ def load_weights(
     *,
     skip: Sequence[str] = (),
 ) -> None:
-    """Fill a ResNet50, VGG16, AlexNet, or the encoder of a UNet that is VGG16's, with weights of
-    torchvision or Keras.
+    """Fill a ResNet50, VGG16, AlexNet, or the encoder of a UNet that is VGG16's or ResNet-50's,
+    with weights of torchvision or Keras.
 
     Nothing is written unless every tensor of the model is there and has the right shape. A
     classifier that the model does not have is left out; any other tensor that the model has no
@@ -63,8 +63,9 @@ def load_weights(
             + f", which {type(model).__name__} needs; it has {len(tensors)} tensors"
             + (f" such as {', '.join(list(tensors)[:3])}" if tensors else "")
         )
-    ignored = ("classifier.", *skip) if not getattr(model, "classifier", None) else tuple(skip)
     known = {p.name for p in places}
+    heads = [h for h in _HEADS if not any(name.startswith(h) for name in known)]
+    ignored = (*heads, *skip)
     surplus = [
         k
         for k in tensors
@@ -124,13 +125,13 @@ def _as_torchvision(model: nnx.Module, tensors: Mapping[str, Any]) -> dict[str, 
     if not _keras.is_keras(tensors):
         return dict(tensors)
     epsilon = 0.0
-    if isinstance(model, ResNet50):
-        if not model.stride_first:
+    if trunk := _trunk(model):
+        if not trunk.stride_first:
             raise ValueError(
                 "in Keras' ResNet50 the first convolution of a block has the stride: make the "
                 "model with `stride_first=True`"
             )
-        epsilon = model.conv1.norm.epsilon if not model.folded else 0.0
+        epsilon = trunk.conv1.norm.epsilon if trunk.conv1.norm else 0.0
     return _keras.as_torchvision(tensors, epsilon)
 
 
@@ -167,22 +168,10 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 def _places(model: nnx.Module) -> Iterator[_Place]:
     """The model's variables, under torchvision's names."""
-    if isinstance(model, ResNet50):
-        if model.folded:
-            raise ValueError(
-                "load into a ResNet50 with batch norm, then fold it with `fold_batch_norm`"
-            )
-        yield from _unit(model.conv1, "conv1", "bn1")
-        for stage in range(1, len(model.blocks) + 1):
-            for i, block in enumerate(getattr(model, f"layer{stage}")):
-                prefix = f"layer{stage}.{i}"
-                for k in (1, 2, 3):
-                    unit = getattr(block, f"conv{k}")
-                    yield from _unit(unit, f"{prefix}.conv{k}", f"{prefix}.bn{k}")
-                if block.downsample is not None:
-                    first, second = f"{prefix}.downsample.0", f"{prefix}.downsample.1"
-                    yield from _unit(block.downsample, first, second)
-        yield from _layer(model.fc, "fc")
+    if trunk := _trunk(model):
+        yield from _resnet(trunk)
+        if isinstance(model, ResNet50):
+            yield from _layer(model.fc, "fc")
     elif isinstance(model, VGG16):
         yield from _blocks(model.conv_blocks())
         yield from _classifier(model.classifier, (0, 3, 6))
@@ -200,8 +189,35 @@ def _places(model: nnx.Module) -> Iterator[_Place]:
     else:
         raise TypeError(
             f"there are no such weights for {type(model).__name__}: only for ResNet50, VGG16, "
-            "AlexNet, and a UNet with `encoder='vgg16'`"
+            "AlexNet, and a UNet with `encoder='vgg16'` or `'resnet50'`"
         )
+
+
+def _trunk(model: nnx.Module) -> Trunk | None:
+    """A ResNet-50, or that of a U-Net."""
+    found = model.resnet if isinstance(model, UNet) else model
+    return found if isinstance(found, Trunk) else None
+
+
+def _resnet(model: Trunk) -> Iterator[_Place]:
+    if model.conv1.norm is None:
+        raise ValueError(
+            "load into a ResNet50 with batch norm, then fold it with `fold_batch_norm`"
+        )
+    if model.spatial != 2:
+        raise ValueError(
+            f"ResNet-50's weights are for images, and this model has {model.spatial} spatial axes"
+        )
+    yield from _unit(model.conv1, "conv1", "bn1")
+    for stage in range(1, len(model.blocks) + 1):
+        for i, block in enumerate(getattr(model, f"layer{stage}")):
+            prefix = f"layer{stage}.{i}"
+            for k in (1, 2, 3):
+                unit = getattr(block, f"conv{k}")
+                yield from _unit(unit, f"{prefix}.conv{k}", f"{prefix}.bn{k}")
+            if block.downsample is not None:
+                first, second = f"{prefix}.downsample.0", f"{prefix}.downsample.1"
+                yield from _unit(block.downsample, first, second)
 
 
 def _blocks(blocks: Iterable[Iterable[nnx.Conv]]) -> Iterator[_Place]:

@@ -16,7 +16,58 @@ from jaxtile import nn, ops
 from ._sizes import check_image
 
 
-class ResNet50(nnx.Module):
+class Trunk(nnx.Module):
+    """ResNet-50 without its classifier: `ResNet50` has one beside it, and `UNet` a way up.
+
+    Args as those of `ResNet50`.
+    """
+
+    def __init__(
+        self,
+        *,
+        in_channels: int = 3,
+        blocks: Sequence[int] = (3, 4, 6, 3),
+        width: int = 64,
+        spatial: int = 2,
+        stride_first: bool = False,
+        zero_init_residual: bool = False,
+        **options: Any,
+    ):
+        self.in_channels, self.stride_first = in_channels, stride_first
+        self.blocks, self.width, self.spatial = tuple(blocks), width, spatial
+        options["spatial"] = spatial
+        self.conv1 = Unit(in_channels, width, 7, 2, 3, **options)
+        n_in = width
+        for stage, count in enumerate(self.blocks, start=1):
+            layers = []
+            for i in range(count):
+                strides = (1, 2 if i == 0 and stage > 1 else 1)
+                strides = strides[::-1] if stride_first else strides
+                layers.append(Bottleneck(n_in, width, strides, zero_init_residual, **options))
+                n_in = 4 * width
+            setattr(self, f"layer{stage}", nnx.List(layers))
+            width *= 2
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Channels of the image, and of what each level gives."""
+        stages = (4 * self.width * 2**i for i in range(len(self.blocks)))
+        return self.in_channels, self.width, *stages
+
+    def level(self, x: jax.Array, level: int) -> jax.Array:
+        """From the level before to this one, of half the size: 1 is the first convolution, 2 the
+        pool and the first stage, and so on.
+        """
+        if level == 1:
+            return self.conv1(x, "conv1", relu=True)
+        if level == 2:
+            x = checkpoint_name(ops.max_pool(x, window=3, strides=2, padding=1), "maxpool")
+        for i, block in enumerate(getattr(self, f"layer{level - 1}")):
+            x = block(x, f"layer{level - 1}.{i}")
+        return x
+
+
+class ResNet50(Trunk):
     """ResNet-50. Trained with the statistics of the batch; `fold_batch_norm` gives the graph that
     inference engines run.
 
@@ -59,38 +110,29 @@ class ResNet50(nnx.Module):
         param_dtype: Any = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        self.in_channels, self.folded, self.stride_first = in_channels, folded, stride_first
-        self.blocks, self.width, self.spatial = tuple(blocks), width, spatial
-        options = {
-            "spatial": spatial,
-            "frozen": frozen,
-            "momentum": momentum,
-            "folded": folded,
-            "dtype": dtype,
-            "param_dtype": param_dtype,
-            "rngs": rngs,
-        }
-        self.conv1 = Unit(in_channels, width, 7, 2, 3, **options)
-        n_in = width
-        for stage, count in enumerate(self.blocks, start=1):
-            layers = []
-            for i in range(count):
-                strides = (1, 2 if i == 0 and stage > 1 else 1)
-                strides = strides[::-1] if stride_first else strides
-                layers.append(Bottleneck(n_in, width, strides, zero_init_residual, **options))
-                n_in = 4 * width
-            setattr(self, f"layer{stage}", nnx.List(layers))
-            width *= 2
+        self.folded = folded
+        super().__init__(
+            in_channels=in_channels,
+            blocks=blocks,
+            width=width,
+            spatial=spatial,
+            stride_first=stride_first,
+            zero_init_residual=zero_init_residual,
+            frozen=frozen,
+            momentum=momentum,
+            folded=folded,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        n_in = self.widths[-1]
         self.fc = nnx.Linear(n_in, num_classes, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """The logits."""
         check_image("ResNet50", x.shape, self.spatial, self.in_channels)
-        x = self.conv1(x, "conv1", relu=True)
-        x = checkpoint_name(ops.max_pool(x, window=3, strides=2, padding=1), "maxpool")
-        for stage in range(1, len(self.blocks) + 1):
-            for i, block in enumerate(getattr(self, f"layer{stage}")):
-                x = block(x, f"layer{stage}.{i}")
+        for level in range(1, len(self.widths)):
+            x = self.level(x, level)
         space = tuple(range(1, x.ndim - 1))
         x = checkpoint_name(x.mean(space, keepdims=True), "avgpool")
         x = checkpoint_name(x.reshape(x.shape[0], -1), "flatten")

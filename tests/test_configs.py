@@ -1,6 +1,8 @@
 """The configs that are shipped, and the rules for fields."""
 
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,45 @@ def test_a_shipped_config(file):
     )
     assert jax.tree.structure(state) == jax.tree.structure(step.state)
     assert values["loss"].shape == ()
+
+
+PRINT = """
+from experiments.program.command import config_flag, start
+config_flag()
+start(lambda argv: print(dict(sorted(config_flag().value.model.items())), argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "printed"),
+    [
+        (
+            "--config.model.encoder=resnet50 --config.model.frozen=true --config.train.steps=7 "
+            "--config.model.blocks (1,1) --config.model.padding=VALID",
+            "{'blocks': (1, 1), 'channels': 8, 'depth': 2, 'dropout': 0.0, 'encoder': 'resnet50', "
+            "'frozen': True, 'name': 'unet', 'padding': 'VALID'} []",
+        ),
+        ("--config.model.norm=batch", "'norm': 'batch', 'padding': 'SAME'} []"),
+        ("--config.model.dept=4", "error: `model`: the model 'unet' has no option 'dept'; did "),
+        ("--config.model.with=4", "Its options are in_channels, classes, channels, depth, "),
+        ("--config.model.spatial=two", "error: `model.spatial` (='two') must be as its default, 2"),
+        ("--config.modle.norm=batch", "has no field 'modle.norm'"),
+        ("--config.model.name=vgg16 --config.model.width=4", "'name': 'vgg16'"),
+        (
+            "--config.model.name=vgg16 --config.model.depth=4 --config.model.norm=batch",
+            "'vgg16' has no option 'norm'",
+        ),
+    ],
+)
+def test_options_of_a_model_that_its_config_does_not_list(flags, printed):
+    found = subprocess.run(
+        [sys.executable, "-c", PRINT, "--config=configs/quickstart.py", *flags.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert printed in found.stdout + found.stderr
+    assert (found.returncode == 0) == ("error" not in found.stderr)
 
 
 def test_a_misspelt_field_in_a_file(tmp_path):

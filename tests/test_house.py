@@ -18,6 +18,7 @@ PUBLIC = {  # what users call, with keywords
     "jaxtile._checkpoint.checkpoint",
     "jaxtile._plan.planner.plan",
     "jaxtile._schedule.of",
+    "jaxtile._stream.streaming.stream",
     "jaxtile.nn._checkpoint.checkpoint",
     "jaxtile.nn._layers.__init__",
     "jaxtile.ops._conv.conv",

@@ -61,8 +61,19 @@ def assert_tiled_same(model, *args, axes, tiles, policy=None):
 MAPS = ((1, 2), (1, 2))
 """An image and a map of labels."""
 
+
+def saves_convolutions(primitive, *_, **params):
+    return primitive.name == "conv_general_dilated"
+
+
 UNETS = {
     "valid": (dict(channels=3, depth=2), (2, 52, 60, 1), (3, 2), None),
+    "ResNet-50's encoder, batch statistics": (
+        dict(channels=4, encoder="resnet50", blocks=(1, 1), padding="SAME", norm="batch"),
+        (2, 24, 16, 1),
+        (3, 2),
+        saves_convolutions,
+    ),
     "one level, many tiles": (dict(channels=2, depth=1), (1, 24, 30, 1), (7, 5), NAMES("d0c")),
     "same, batch norm": (
         dict(channels=2, depth=1, padding="SAME", norm="batch"),
@@ -83,10 +94,22 @@ UNETS = {
         None,
     ),
     "1-D": (dict(channels=2, depth=1, spatial=1), (2, 40, 1), (4,), NAMES("u0b")),
+    "ResNet-50's encoder, frozen, 3-D": (
+        dict(channels=2, encoder="resnet50", blocks=(1,), padding="SAME", spatial=3, frozen=True),
+        (1, 8, 12, 8, 1),
+        (2, 3, 1),
+        None,
+    ),
+    "ResNet-50's encoder, batch statistics, 3-D": (
+        dict(channels=2, encoder="resnet50", blocks=(1,), padding="SAME", spatial=3),
+        (2, 8, 12, 4, 1),
+        (2, 3, 1),
+        saves_convolutions,
+    ),
 }
 
 
-@parametrize_few("name", UNETS)
+@parametrize_few("name", UNETS, always=2)
 def test_unet(name):
     options, shape, tiles, policy = UNETS[name]
     model = drawn("unet", 1, 3, **options)
@@ -95,10 +118,6 @@ def test_unet(name):
     axes = [tuple(range(1, len(shape) - 1))] * 2
     image, target = normal(1, *shape), labels(shape[0], *size)
     assert_tiled_same(model, image, target, axes=axes, tiles=tiles, policy=policy)
-
-
-def saves_convolutions(primitive, *_, **params):
-    return primitive.name == "conv_general_dilated"
 
 
 RESNETS = {

@@ -12,7 +12,7 @@ import pytest
 import policies
 from experiments.measuring.cells import Cell
 from experiments.measuring.results import Result, append, read
-from experiments.report import pareto, write
+from experiments.report import conclusions, pareto, write
 
 from .browser import needs_browser, opened
 
@@ -87,6 +87,37 @@ def test_it_concludes(folder):
     assert rows[1]["time / plain"] == pytest.approx(1.2)
     assert rows[1]["memory / plain"] == pytest.approx(5 / 9)
     assert "time / plain" not in rows[2]
+
+
+@pytest.mark.parametrize(
+    ("spread", "words"),
+    [
+        (0.01, "times as long; retained is the fastest, 0.90 times at 0.89 of the memory."),
+        (
+            0.15,  # retained's, of 90 ms, and plain's, of 100 ms
+            "takes 1.20 times as long; retained is among the fastest (the spread does not tell it "
+            "from plain), 0.90 times at 0.89 of the memory.",
+        ),
+        (
+            0.5,
+            "sqrt needs 0.56 of plain JAX's memory and takes 1.20 times as long, but their times "
+            "cannot be told apart (steps of one policy spread by up to 50%).",
+        ),
+        (None, "cannot be told apart (one step each was timed)."),
+    ],
+)
+def test_it_does_not_conclude_what_the_spread_does_not_support(spread, words):
+    results = [
+        Result(Cell("unet", 572, policy=policy), "ok", values(seconds, size, spread=spread), {})
+        for policy, seconds, size in [
+            ("plain", 0.1, 9e9),
+            ("sqrt", 0.12, 5e9),
+            ("retained", 0.09, 8e9),
+        ]
+    ]
+    (found,) = conclusions(results)
+    assert words in found
+    assert ("fastest" in found) == (spread in (0.01, 0.15))
 
 
 def test_pareto():

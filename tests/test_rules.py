@@ -1,5 +1,6 @@
 """Every primitive on several grids, against the plain function: value and gradients, in float64."""
 
+import functools
 import math
 import sys
 
@@ -13,9 +14,10 @@ from jax.extend.core import Primitive
 
 import jaxtile
 from jaxtile import _rules as rules
+from jaxtile._rules import convolve
 from jaxtile._run.ordering import barriers_are_removed
 
-from .support import assert_same, conv, max_pool, normal
+from .support import assert_close, assert_same, conv, max_pool, normal
 
 GRIDS = [pytest.param((2, 3), marks=pytest.mark.slow), (5, 4)]
 CASES = {}
@@ -631,3 +633,24 @@ def test_placement_keeps_its_meaning():
     ours = 0 if barriers_are_removed() else 2  # before the zeros of each loop
     assert text.count("optimization_barrier") == 3 + ours  # in two regions, and for the number
     assert text.count("sharding_constraint") == 1
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("order", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")])
+def test_a_convolution_of_a_tile_gets_a_row_of_padding_on_a_cpu(stride, order):
+    """XLA's convolutions without any are slow before jax 0.12; the numbers are the same."""
+    x, w = (normal(0, 2, 12, 11, 3), normal(1, 3, 2, 3, 4))
+    if order[0] == "NCHW":
+        x, w = x.transpose(0, 3, 1, 2), w.transpose(3, 2, 0, 1)
+
+    def conv(x, w):
+        return lax.conv_general_dilated(x, w, (stride,) * 2, "VALID", dimension_numbers=order)
+
+    (equation,) = jax.make_jaxpr(conv)(x, w).eqns
+    padded = functools.partial(convolve._with_padding, convolve._as_given, equation.params)
+    assert_close(padded(x, w), conv(x, w))
+    assert convolve._is_slow_unpadded(equation.params, w) == (jax.__version_info__ < (0, 12))
+    padding = {**equation.params, "padding": ((0, 0), (1, 0))}
+    grouped = {**equation.params, "feature_group_count": 3}
+    assert not convolve._is_slow_unpadded(padding, w)
+    assert not convolve._is_slow_unpadded(grouped, w)

@@ -165,6 +165,91 @@ def test_two_tiled_arguments():
     )
 
 
+def together(run):
+    """How many tiles were computed at once, per pass."""
+    return [sorted(map(len, p.together)) for p in run._last.passes]
+
+
+@pytest.mark.parametrize(
+    "fun, batched",
+    [
+        *((f, True) for f in (wide_halos, u_shaped, two_sizes, group_norms, instance_norm)),
+        *((f, True) for f in (strided, from_bytes, classifier, rows_and_columns)),
+        (positions, False),  # each tile computes with its own
+    ],
+)
+def test_tiles_at_once(fun, batched):
+    image = normal(0, 1, 40, 36, 3)
+    if fun is from_bytes:
+        image = np.random.default_rng(0).integers(0, 256, image.shape, np.uint8)
+    one_by_one = jaxtile.stream(fun, in_axes=(None, (1, 2)), tiles=(5, 4))
+    run = jaxtile.stream(fun, in_axes=(None, (1, 2)), tiles=(5, 4), batch_bytes="1MB")
+    want, ticks = fun(W, jnp.asarray(image)), []
+    sinks = jax.tree.map(
+        lambda x, y: Sink(x.shape, x.dtype) if isinstance(y, np.ndarray) else None,
+        want,
+        one_by_one(W, image),
+    )
+    got = run(W, image, out=sinks, progress=lambda *count: ticks.append(count))
+    written = [x for x in jax.tree.leaves(got) if isinstance(x, Sink)]
+    assert all((x.written == 1).all() for x in written)
+    got = jax.tree.map(lambda x: x.array if isinstance(x, Sink) else x, got)
+    assert_close(got, want)
+    assert_close(got, one_by_one(W, image))
+    assert [*map(sum, together(run))] == [p.region.tiles for p in run._last.passes]
+    assert (max(map(max, together(run))) > 1) == batched
+    assert [len(b) for p in one_by_one._last.passes for b in p.together] == [1] * len(ticks)
+    assert ticks == [(i + 1, len(ticks)) for i in range(len(ticks))]
+
+
+def test_bytes_say_how_many_tiles_are_computed_at_once():
+    def run(batch_bytes):
+        run = jaxtile.stream(
+            lambda p, x: conv(x, p["a"]),
+            in_axes=(None, (1, 2)),
+            tiles=(8, 8),
+            batch_bytes=batch_bytes,
+        )
+        run(W, np.ones((1, 64, 64, 3)))
+        return run
+
+    # 36 tiles touch no border, and 6 each of four borders.
+    assert together(run("1GiB"))[0] == [1] * (4 * 6 + 4 + 4) + [8] * 4
+    one = run(1)._last.passes[0]
+    windows = [jax.ShapeDtypeStruct((1, 10, 10, 3), np.float64)]
+    whole = [None], [jax.ShapeDtypeStruct(W["a"].shape, np.float64)]
+    row = jax.ShapeDtypeStruct(one.tile.rows[0].shape, one.tile.rows.dtype)
+    found = jaxtile.estimate_memory(jax.jit(one._found).trace(windows, whole, row)).bytes
+    each = windows[0].size * 8 + found.outputs + found.temporaries
+    assert each > 2 * 8 * 8 * 4 * 8
+    assert together(run(3 * each))[0] == [1] * 4 + [3] * (36 // 3 + 4 * 6 // 3)
+    assert together(run(3 * each - 1))[0] == [1] * 4 + [2] * (36 // 2 + 4 * 6 // 2)
+    assert together(run(2 * each - 1))[0] == [1] * 64
+    with pytest.raises(ValueError, match="'much' is not an amount of memory"):
+        run("much")
+
+
+def test_a_batch_is_the_same_when_only_some_of_it_is_missing():
+    image = normal(4, 1, 48, 48, 3)
+
+    class Kept(Sink):
+        def has(self, place):
+            return bool(self.written[place].all())
+
+    run = jaxtile.stream(wide_halos, in_axes=(None, (1, 2)), tiles=(6, 6), batch_bytes="100kB")
+    whole, part = (Kept((1, 48, 48, 4), image.dtype) for _ in range(2))
+    run(W, image, out=whole)
+    assert max(together(run)[0]) > 1
+    part.written[:, 8:16, :32] = 1
+    ticks = []
+    run(W, image, out=part, progress=lambda *count: ticks.append(count))
+    assert (part.array[:, 8:16, :32] == 0).all()
+    assert (part.written == 1).all()
+    part.array[:, 8:16, :32] = whole.array[:, 8:16, :32]
+    np.testing.assert_array_equal(part.array, whole.array)
+    assert ticks[-1] == (36, 36)
+
+
 @pytest.mark.parametrize("normed", [False, True])
 def test_what_a_sink_has_is_not_computed_again(normed):
     """With a norm, the pass that it needs is made again."""

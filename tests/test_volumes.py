@@ -146,3 +146,19 @@ def test_train_and_predict_volumes_of_a_folder(folder, tmp_path, capsys):
     scores = trained.learner.scores(trained.weights, padded)[0, :, :17, :15]
     want = 9 * np.asarray(scores.argmax(-1))
     np.testing.assert_array_equal(np.load(tmp_path / "mask.npy")[..., 0], want)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("settings_restored")
+@pytest.mark.parametrize(("dimensions", "size", "budget"), [(2, 128, 1400), (3, 24, 900)])
+def test_a_unet_with_the_encoder_of_resnet50_trains_within_a_budget(
+    dimensions, size, budget, tmp_path
+):
+    encoder = {"encoder": "resnet50", "blocks": (1,)}
+    config = base("unet", channels=4, padding="SAME", norm="batch", dropout=0.0, **encoder)
+    config.data.dimensions, config.data.size = dimensions, size
+    config.data.train_images, config.data.eval_images = 2, 1
+    config.train.steps, config.policy = 2, f"budget:{budget}KiB"
+    assert train.train(config, str(tmp_path)) == 0
+    found = json.loads((tmp_path / "summary.json").read_text())["bytes"]
+    assert found["compiled"] <= budget * 1024 < found["plain_compiled"]

@@ -346,6 +346,47 @@ def test_a_unet_with_the_encoder_of_vgg16(tmp_path):
         make("unet", 3, **{**options, "padding": "VALID"})
 
 
+def test_a_unet_with_the_encoder_of_resnet50(tmp_path):
+    tensors = state_dict()
+    np.savez(tmp_path / "resnet50.npz", **tensors)
+    resnet = resnet50()
+    models.load_weights(resnet, tensors)
+    options = {"channels": 2, "encoder": "resnet50", "blocks": (1, 1), "padding": "SAME"}
+    config = base("unet", **options)
+    config.data.channels = 3
+    weights, remarks = first_weights(Learner(config), str(tmp_path / "resnet50.npz"))
+    assert remarks == "; all after the encoder begins anew"
+    ours = [weights.params["resnet"], weights.variables["resnet"]]
+    theirs = [nnx.state(resnet, kind) for kind in (nnx.Param, nnx.BatchStat)]
+    del theirs[0]["fc"]
+    assert_close(jax.tree.leaves(ours), jax.tree.leaves(theirs), 0)
+    assert len(jax.tree.leaves(ours)) == sum(
+        k.split(".")[-1] != "num_batches_tracked" and k[:2] != "fc" for k in tensors
+    )
+
+    unet = make("unet", 3, **options)
+    models.load_weights(unet, tensors)
+    resnet.eval()
+    unet.eval()
+    image = normal(0, 1, 16, 24, 3).astype(np.float32)
+    levels = [image]
+    for i in range(1, 4):
+        levels.append(unet._down(levels[-1], i))
+    assert [x.shape[1:] for x in levels[1:]] == [(8, 12, 2), (4, 6, 8), (2, 3, 16)]
+    pooled = levels[-1].mean((1, 2))
+    assert_close(pooled @ resnet.fc.kernel[...] + resnet.fc.bias[...], resnet(image), 1e-6)
+
+    with pytest.raises(ValueError, match="weights are for images, and this model has 3 spatial"):
+        models.load_weights(make("unet", 3, spatial=3, **options), tensors)
+    with pytest.raises(ValueError, match="make the model with `stride_first=True`"):
+        models.load_weights(unet, in_keras(tensors))
+    keras = make("unet", 3, stride_first=True, **options)
+    models.load_weights(keras, in_keras(tensors))
+    assert_close(keras.resnet.conv1.norm.mean[...], unet.resnet.conv1.norm.mean[...], 1e-7)
+    with pytest.raises(ValueError, match=r"wants `padding='SAME'`.* has a `depth` of 3; given"):
+        make("unet", 3, depth=2, **options)
+
+
 def test_a_file_without_a_classifier(tmp_path):
     tensors = {k: v for k, v in in_keras(state_dict()).items() if "predictions" not in k}
     np.savez(tmp_path / "notop.npz", **tensors)

@@ -14,6 +14,7 @@ import numpy as np
 
 import jaxtile
 
+from ..devices.memory import memory_of_device
 from ..images import Image, Meaning, create_image, shifted
 from ..program.ending import undone
 from ..tasks import Segmentation, class_colours
@@ -33,6 +34,8 @@ class Progress(Protocol):
         """All tiles are computed, and the file is finished."""
 
 
+_ON_CPU = 64 * 2**20
+_PART = 16  # of an accelerator's memory
 _BUSY = 0.8  # of the time: what is busy for longer is what the others wait for
 
 
@@ -63,7 +66,8 @@ def segment(
     shapes = jax.ShapeDtypeStruct(source.shape, source.dtype)
     made = jax.eval_shape(result, network.weights, shapes)
     tiles = tuple(math.ceil(n / tile) for n in area.size)
-    run = jaxtile.stream(result, in_axes=(None, space), tiles=tiles)
+    limit = batch_bytes()
+    run = jaxtile.stream(result, in_axes=(None, space), tiles=tiles, batch_bytes=limit)
     values = None if probabilities or not network.values else table(network.values)
     with writing(out):
         written = create_image(
@@ -72,7 +76,7 @@ def segment(
             made.dtype if values is None else values.dtype,
             dimensions=len(area.size),
             meaning=_meaning(network, image, area, probabilities),
-            job=_job(network, image, tiles, probabilities),
+            job=_job(network, image, (*tiles, limit), probabilities),
         )
     sink = Unbatched(written, values)
     clocks: list[tuple[float, ...]] = []  # after the first tile, which is compiled, and at the end
@@ -86,6 +90,12 @@ def segment(
         run(network.weights, source, out=sink, progress=told)
         progress.finish()
     return area, _limit(clocks)
+
+
+def batch_bytes() -> int:
+    """What tiles that are computed at once may need: small ones would not keep a device busy."""
+    there = memory_of_device().get("bytes_limit")
+    return _ON_CPU if there is None else there // _PART
 
 
 def _limit(clocks: Sequence[tuple[float, ...]]) -> str:
@@ -144,6 +154,7 @@ def classify(
         result,
         in_axes=(None, tuple(range(1, 1 + len(size)))),
         tiles=tuple(math.ceil(n / tile) for n in size),
+        batch_bytes=batch_bytes(),
     )
     source = _pixels(network, image, size)
     return np.asarray(run(network.weights, source, progress=progress))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from absl import app, flags
 from ml_collections import config_flags
 
-from .config import ConfigError, config_file, fields, load
+from .config import ConfigError, config_file, fields, load, model_options
 from .ending import Signals, sentences
 
 
@@ -38,12 +39,18 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
     Signals(stopped)
 
     def parse(argv: Sequence[str]) -> Sequence[str]:
-        argv = _with_config(argv)
-        _check_overrides(argv)
+        argv, options = _model_options(_with_config(argv))
+        whole, sys.argv = sys.argv, argv  # where ml_collections looks for fields
         try:
-            return flags.FLAGS(argv)
+            rest = flags.FLAGS(argv)
         except flags.Error as error:  # absl would add its usage, and FATAL
             raise ConfigError(" ".join(str(error).split())) from error
+        finally:
+            sys.argv = whole
+        if options:
+            with config_flag().value.unlocked() as config:
+                config.model.update(options)
+        return rest
 
     with sentences(stopped, ConfigError):
         app.run(main, flags_parser=parse)
@@ -61,15 +68,32 @@ def _with_config(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def _check_overrides(argv: Sequence[str]) -> None:
-    """Each `--config.NAME` must be a field of the file that `--config` names."""
-    given = [a.lstrip("-").partition("=") for a in argv if a.lstrip("-").startswith("config.")]
-    for path in [a.partition("=")[2] for a in argv if a.lstrip("-").startswith("config=")]:
-        known = dict(fields(load(path)))
-        for name, _, _ in given:
-            name = name.removeprefix("config.")
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-                last = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
-                hint = f"; did you mean {(last or near)[0]!r}?" if last or near else ""
-                raise ConfigError(f"{path} has no field {name!r}{hint}")
+def _model_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The command line without options of the model that its config does not list, and these.
+
+    Each other `--config.NAME` must be a field of the file that `--config` names.
+    """
+    paths = [a.partition("=")[2] for a in argv if a.lstrip("-").startswith("config=")]
+    if not paths:
+        return list(argv), {}
+    known = dict(fields(load(paths[-1])))
+    rest: list[str] = []
+    options: dict[str, str] = {}
+    words = iter(argv)
+    for word in words:
+        name, equals, text = word.lstrip("-").partition("=")
+        field = name.removeprefix("config.")
+        if not name.startswith("config.") or field in known:
+            rest.append(word)
+        elif field.startswith("model.") and "model.name" in known:
+            options[field.removeprefix("model.")] = text if equals else next(words, "")
+        else:
+            raise ConfigError(f"{paths[-1]} has no field {field!r}{_nearest(field, known)}")
+    chosen = [w.partition("=")[2] for w in argv if w.lstrip("-").startswith("config.model.name=")]
+    return rest, model_options([known.get("model.name"), *chosen][-1], options) if options else {}
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    last = [k for k in known if k.split(".")[-1] == name.split(".")[-1]]
+    return f"; did you mean {(last or near)[0]!r}?" if last or near else ""

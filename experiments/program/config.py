@@ -6,12 +6,14 @@ of a field is the type of its first value. On the command line, `--config.train.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.util
+import inspect
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -235,6 +237,34 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     full.model = config.model
     full.update({k: v for k, v in config.items() if k != "model"})
     return full
+
+
+def model_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """Options of a model, as a command line has them, in the types of the model's own defaults.
+
+    >>> model_options("vgg16", {"width": "4", "pooled": "true", "dtype": "bfloat16"})
+    {'width': 4, 'pooled': True, 'dtype': 'bfloat16'}
+    """
+    try:
+        make = models.maker(name)
+        models.check_options(make, f"the model {name!r}", given)
+    except ValueError as error:
+        raise ConfigError(f"`model`: {error}") from error
+    called: Any = make.__init__ if isinstance(make, type) else make
+    defaults = {k: p.default for k, p in inspect.signature(called).parameters.items()}
+    return {k: _as_option(k, text, defaults.get(k)) for k, text in given.items()}
+
+
+def _as_option(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, str):
+        return text
+    try:
+        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(default, bool | int | float) and isinstance(value, str):
+        raise ConfigError(f"`model.{name}` (={text!r}) must be as its default, {default!r}")
+    return value
 
 
 def fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:

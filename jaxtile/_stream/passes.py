@@ -23,6 +23,7 @@ from .._run.alike import zero
 from .._run.arrays import Wanted, added, select
 from .._run.slots import add
 from .._run.tile import State, Tile, reducer
+from .batches import Batch, batches, stacked
 from .ends import Sink, Store, slices
 from .held import Active, Held
 from .pipeline import Once, Reads, run
@@ -33,9 +34,12 @@ Kept = tuple[list[State], list[Any]]
 
 
 class Pass:
-    """A region whose loop runs on the host: all its tiles, one after the other."""
+    """A region whose loop runs on the host: all its tiles, one or some after the other.
 
-    def __init__(self, region: Region, run_stage: RunStage, active: Active):
+    `batch_bytes`: what tiles that are computed at once may need.
+    """
+
+    def __init__(self, region: Region, run_stage: RunStage, active: Active, batch_bytes: int = 0):
         self.region, self.tile = region, Tile(region, run_stage)
         self.back = self.tile if region.again is None else Tile(region.again, run_stage)
         again = self.back.region
@@ -46,11 +50,15 @@ class Pass:
         )
         self.differentiated = any(v in active for v in region.results)
         self.reductions = [reducer(t) if t.reduction else None for t in region.targets]
+        batched = not (self.differentiated or region.skips)
+        self.batch_bytes = batch_bytes if batched else 0
         self.step, self.pull = jax.jit(self._step), jax.jit(self._pull, donate_argnums=0)
+        self.steps = jax.jit(self._steps)
         # Where tiles may be skipped, in two programs each: what a tile computes, and adding it up.
         self.found, self.merge = jax.jit(self._found), jax.jit(self._merge)
         self.pulled, self.add = jax.jit(self._pulled), jax.jit(self._add, donate_argnums=0)
         self.skipped = 0
+        self.together: list[Batch] = []
 
     def _skip(self) -> None:
         self.skipped += 1
@@ -73,12 +81,15 @@ class Pass:
         if not missing:
             return [], []
 
-        def read(i: int) -> Any:
-            return reads.windows(rows[i])
+        def read(batch: Batch) -> Any:
+            return stacked([reads.windows(rows[i]) for i in batch])
 
-        def compute(i: int, windows: Any) -> Any:
+        def compute(batch: Batch, windows: Any) -> Any:
             nonlocal states, shares
-            if not once.skips:
+            i = batch[0]
+            if len(batch) > 1:
+                shares, notes = self.steps(states, windows, whole, rows[list(batch)]), []
+            elif not once.skips:
                 shares, notes = self.step(states, windows, whole, rows[i])
             else:
                 found = once(i, (windows,), lambda: self.found(windows, whole, rows[i]))
@@ -86,16 +97,42 @@ class Pass:
             states = [s if r else None for r, s in zip(self.reductions, shares, strict=True)]
             return shares, notes
 
-        def write(i: int, found: Any) -> None:
-            remembered[i] = jax.device_get(found[1])
-            self._write(rows[i], found[0], sinks)
+        def write(batch: Batch, found: Any) -> None:
+            remembered[batch[0]] = jax.device_get(found[1])
+            for n, i in enumerate(batch):
+                if i in missing:
+                    self._write(rows[i], found[0], sinks, n if len(batch) > 1 else ...)
 
-        once.prepare(self._found, (reads.shapes, whole))
-        run([i for i in once.order if i in missing], read, compute, write, tick)
+        def done(batch: Batch) -> None:
+            for _ in missing.intersection(batch):
+                tick()
+
+        order = self._order(once, (reads.shapes, whole))
+        self._compile(order, (states, reads.shapes, whole))
+        run([b for b in order if missing.intersection(b)], read, compute, write, done)
         for target, reduction, share in zip(targets, self.reductions, shares, strict=True):
             if reduction or target.result not in sinks:
                 held.arrays[target.result] = reduction.finish(share) if reduction else share[0]
         return [s for s in states if s is not None], remembered
+
+    def _order(self, once: Once, given: Any) -> list[Batch]:
+        """All tiles, as they are computed: after each other, or some at once."""
+        once.prepare(self._found, given)
+        if once.skips:
+            return [(i,) for i in once.order]
+        if not self.together:
+            self.together = batches(self._found, given, self.tile.rows, self.batch_bytes)
+        return self.together
+
+    def _compile(self, order: Sequence[Batch], given: tuple[Any, Any, Any]) -> None:
+        """Compile what computes batches, so that the first of them takes as long as the others."""
+        states, windows, whole = given
+        size = max(map(len, order))
+        if size > 1:
+            several = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), windows
+            )
+            self.steps.lower(states, several, whole, self.tile.rows[:size]).compile()
 
     def _step(self, states: Sequence[State | None], windows: Any, whole: Any, row: Any) -> Any:
         return self._merge(states, *self._found(windows, whole, row), row)
@@ -130,13 +167,27 @@ class Pass:
         ]
         return shares, notes
 
-    def _write(self, row: Any, shares: Sequence[State], sinks: Sinks) -> None:
-        """Wait for a tile, and write what of it belongs to no other tile."""
+    def _steps(self, states: Sequence[Any], windows: Any, whole: Any, rows: Any) -> list[State]:
+        """As `_step`, of tiles that differ in their windows alone: per target all their tiles, or
+        the state of a reduction with so many tiles more.
+        """
+        found = jax.vmap(lambda windows: self._found(windows, whole, rows[0])[0])(windows)
+        for n in range(len(rows)):
+            own = [tuple(x[n] for x in share) for share in found]
+            merged, _ = self._merge(states, own, [], rows[n])
+            states = [None if s is None else m for s, m in zip(states, merged, strict=True)]
+        return [f if s is None else s for f, s in zip(found, states, strict=True)]
+
+    def _write(self, row: Any, shares: Sequence[State], sinks: Sinks, number: Any = ...) -> None:
+        """Wait for a tile, and write what of it belongs to no other tile. `number`: in its batch,
+        if it has one.
+        """
         for k, target in enumerate(self.region.targets):
             if target.result not in sinks or target.reduction is not None:
                 continue
             place = self._place(k, row)
-            tile = np.asarray(shares[k][0])[tuple(slice(p.stop - p.start) for p in place)]
+            tile = np.asarray(shares[k][0])[number]
+            tile = tile[tuple(slice(p.stop - p.start) for p in place)]
             for sink in sinks[target.result]:
                 sink.write(place, tile)
 
@@ -207,7 +258,7 @@ class Pass:
                     target.add(slices(tile.input_slots[k], rows[i]), np.asarray(x))
 
         once.prepare(self._pulled, ((reads.shapes, given.shapes), whole, kept[1][0]))
-        run(once.order, read, compute, write, tick)
+        run(once.order, read, compute, write, lambda _: tick())
         summed = [*inputs, *select(region.globals, self.wanted[1])]
         for value, x in zip(summed, [*carry[0], *carry[1]], strict=True):
             if x is not None:

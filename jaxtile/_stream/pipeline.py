@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,31 +82,34 @@ class Once:
         return results
 
 
-def run(
-    order: Sequence[int],
-    read: Callable[[int], Any],
-    compute: Callable[[int, Any], Any],
-    write: Callable[[int, Any], None],
-    tick: Callable[[], Any],
-) -> None:
-    """All tiles, in this order.
+Item = TypeVar("Item")
 
-    While the device computes a tile, one thread reads the next, and another writes the last.
+
+def run(
+    order: Sequence[Item],
+    read: Callable[[Item], Any],
+    compute: Callable[[Item, Any], Any],
+    write: Callable[[Item, Any], None],
+    done: Callable[[Item], Any],
+) -> None:
+    """All tiles, or batches of tiles, in this order.
+
+    While the device computes one, a thread reads the next, and another writes the last.
     """
     with (
         ThreadPoolExecutor(1, "jaxtile-read") as reader,
         ThreadPoolExecutor(1, "jaxtile-write") as writer,
     ):
         ahead, behind = reader.submit(read, order[0]), None
-        for i, following in zip(order, [*order[1:], None], strict=True):
+        for n, item in enumerate(order):
             windows = ahead.result()
-            if following is not None:
-                ahead = reader.submit(read, following)
-            found = compute(i, windows)
+            if n + 1 < len(order):
+                ahead = reader.submit(read, order[n + 1])
+            found = compute(item, windows)
             if behind is not None:
                 behind.result()
-                tick()
-            behind = writer.submit(write, i, found)
+                done(order[n - 1])
+            behind = writer.submit(write, item, found)
         if behind is not None:
             behind.result()
-            tick()
+            done(order[-1])

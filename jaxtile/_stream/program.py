@@ -38,9 +38,12 @@ class Program:
     """The passes over the tiles, and the global equations between them, for given shapes.
 
     `wanted`: the numbers of the flat arguments that it is differentiated with respect to.
+    `batch_bytes`: what tiles that are computed at once may need.
     """
 
-    def __init__(self, traced: Traced, options: Options, wanted: Collection[int] = ()):
+    def __init__(
+        self, traced: Traced, options: Options, wanted: Collection[int] = (), batch_bytes: int = 0
+    ):
         self.traced, self.wanted = traced, list(wanted)
         plan, self.held = _schedule(traced, options, bool(self.wanted))
         self.graph = plan.graph
@@ -54,7 +57,8 @@ class Program:
         for _, steps in itertools.groupby(plan.flat, lambda s: isinstance(s, Region)):
             found = list(steps)
             nodes = [step for step in found if isinstance(step, Node)]
-            self.steps += [Pass(s, run_stage, active) for s in found if isinstance(s, Region)]
+            regions = [step for step in found if isinstance(step, Region)]
+            self.steps += [Pass(r, run_stage, active, batch_bytes) for r in regions]
             self.steps += [Globals(nodes, plan, active)] if nodes else []
         self.passes = [step for step in self.steps if isinstance(step, Pass)]
         outputs = {v.array for v in self.graph.outputs}

@@ -7,7 +7,8 @@ The schedule is that of `checkpoint`, and its loops run on the host: read the wi
 compute on the device, write the tile of the result. What the policy stores, and the cotangents of
 that, lie in host memory or in files between the passes, and are read and written by window too. All
 tiles of a region share one compiled program, forwards, and another one backwards. While the device
-computes a tile, a thread reads the next one, and another writes the one before.
+computes a tile, a thread reads the next one, and another writes the one before. Small tiles can be
+computed in batches (`batches`).
 
 Limits: without a policy, for every reduction that waits for another (each group norm of a network,
 for instance) there is one more pass over the source, which computes all that is before it again;
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._amounts import parse_bytes
 from .._errors import TilingError, check_callable, describe
 from .._graph.nodes import Policy
 from .._graph.static import shown
@@ -45,6 +47,7 @@ def stream(
     policy: Policy | GraphPolicy | str | None = None,
     store: str | os.PathLike[str] | None = None,
     skip: bool = False,
+    batch_bytes: int | str = 0,
 ) -> Streamed:
     """Evaluate and differentiate `fun` tile by tile, on arrays that are never whole in memory.
 
@@ -71,6 +74,9 @@ def stream(
         when the call ends, or the process, however it ends. `None`: in the memory of the host.
       skip: may tiles be skipped, as in `jaxtile.checkpoint`? The attribute `skipped` of what is
         returned says how many were, also while it runs.
+      batch_bytes: what tiles that are computed at once may need, as `"1GiB"`: so many are that fit
+        by an estimate, of those that differ in what they read alone (at a border, tiles do not).
+        By default it is one after the other. Without `skip`, and not for gradients.
 
     Returns:
       A function of the arguments of `fun`, and of two more:
@@ -112,15 +118,17 @@ def stream(
     check_callable(fun)
     if store is not None and not os.path.isdir(store):
         raise TilingError(f"`store` (={os.fspath(store)!r}) must be a folder that exists")
-    return Streamed(fun, Options.of(in_axes, tiles, policy, skip=skip), store)
+    options = Options.of(in_axes, tiles, policy, skip=skip)
+    return Streamed(fun, options, store, parse_bytes(batch_bytes) if batch_bytes else 0)
 
 
 class Streamed:
     """What `stream` returns: a function whose loops run on the host."""
 
-    def __init__(self, fun: Callable[..., Any], options: Options, store: Folder):
+    def __init__(self, fun: Callable[..., Any], options: Options, store: Folder, batch_bytes: int):
         functools.update_wrapper(self, fun, updated=())
         self._fun, self._options, self._store = fun, options, store
+        self._batch_bytes = batch_bytes
         self._programs: dict[Any, Program] = {}
         self._last: Program | None = None
 
@@ -180,7 +188,7 @@ class Streamed:
         if key not in self._programs:
             args, kwargs = jax.tree.unflatten(tree, shapes)
             traced = trace(self._fun, args, kwargs, self._options.in_axes)
-            program = Program(traced, self._options, wanted)
+            program = Program(traced, self._options, wanted, self._batch_bytes)
             if wanted:
                 _check_differentiable(program, has_aux)
             self._programs[key] = program
