@@ -5,22 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..policy import Choice, names, resolve
+from ..policy import Choice
 from .descent import Descent, Found
 from .model import Model, Stretches
 from .solver import Solution
 from .stage import Candidate, PlannedStage
 from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
-
-
-def portfolio(model: Model) -> list[str]:
-    """Policies of the catalogue that the planner tries beside what the solver finds, so that its
-    plan is never worse than these.
-    """
-    simple = ["retained", "store_convs", "every:2", "every:4", "every:8", "sqrt", "recompute_all"]
-    tiled = ["tiled:" + "x".join(map(str, grid)) for grid in model.grids]
-    known = {name.partition(":")[0] for name in names()}
-    return [text for text in simple + tiled if text.partition(":")[0] in known]
 
 
 def solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
@@ -113,8 +103,3 @@ def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
             )
         merged.append(stage)
     return tuple(merged)
-
-
-def named(model: Model, text: str) -> Candidate:
-    """A policy of the catalogue, costed with the same model."""
-    return model.estimate(resolve(text).choose(model.outline), text)

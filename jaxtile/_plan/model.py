@@ -23,9 +23,6 @@ nothing reads it. Tiles compute their halo too, run at the rate of tiles, and ea
 some time. Where operations of a tiled stretch wait for a reduction inside it (batch statistics),
 all up to the reduction is computed in one more loop, forwards and backwards.
 
-The model is there twice, and both should agree. `stretches` has tables for the solver (`_plain`,
-`_tiled`); `estimate` costs one schedule that somebody else chose (`_stage`).
-
 Limits: the model does not know what XLA fuses, packs or reuses. The search compiles what the solver
 finds, and corrects the bytes.
 """
@@ -35,15 +32,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from types import EllipsisType
 from typing import Any, Final
 
 import numpy as np
 
-from ..policy import Choice, Choices, GridSpec, Outline, Part
-from .costs import WINDOWED, Costs
+from ..policy import GridSpec, Outline, Part
+from .costs import Costs
 from .kernels import durations, grids
-from .stage import Candidate, PlannedStage
 
 KEEP: Final = None
 WHOLE: Final = "whole"
@@ -124,98 +119,6 @@ class Model:
         self._plain(tables)
         self._tiled(tables)
         return tables
-
-    def estimate(self, choices: Choices, source: str = "") -> Candidate:
-        """Time and peak of the schedule that a policy chooses.
-
-        Such a schedule need not store all that is live at a cut: what is missing is computed again
-        where it is needed.
-        """
-        parts = self.outline.parts
-        index = {p.name: k for k, p in enumerate(parts)}
-        ends = sorted((index[n], c) for n, c in choices.items() if not isinstance(n, EllipsisType))
-        ends = [(k, choice) for k, choice in ends if parts[k].tiled]
-        stored = {k for k, _ in ends}
-        on_device = {k for k, choice in ends if choice.place != "host"}
-        kept: set[int] = set()
-        stages: list[PlannedStage] = []
-        rest = choices.get(..., Choice(WHOLE))
-        peak, start = 0.0, 0
-        for end, choice in [*ends, (self.n - 1, rest)]:
-            own = list(range(start, end + 1))
-            if not own:
-                continue
-            again = [] if choice.grid is KEEP else self._missing(own, stored | kept)
-            before = sum(self.bytes[k] for k in on_device if k < start)
-            before += sum(self.held[k] for k in kept - on_device)
-            seconds, working = self._stage(own, again, choice.grid)
-            stages.append(self._planned(own, choice, end in stored, seconds, working))
-            peak = max(peak, before + working)
-            if choice.grid is KEEP:
-                kept |= set(own)
-            start = end + 1
-        total = sum(stage.seconds for stage in stages)
-        moved = WINDOWED * sum(self.bytes[k] for k, choice in ends if choice.place == "host")
-        if moved and self.costs.host_bandwidth:
-            total += moved / self.costs.host_bandwidth
-        return Candidate(tuple(stages), rest, source, total, peak)
-
-    def _planned(
-        self, own: list[int], choice: Choice, stored: bool, seconds: float, working: float
-    ) -> PlannedStage:
-        """A stage whose last result alone may be stored."""
-        parts, last = self.outline.parts, own[-1]
-        names = (parts[last].name,) if stored else ()
-        size = int(self.bytes[last]) if stored else 0
-        return PlannedStage(
-            first=parts[own[0]].name,
-            last=parts[last].name,
-            operations=len(own),
-            grid=choice.grid,
-            stored=names,
-            stored_bytes=size,
-            held_bytes=int(self.held[own].sum()) if choice.grid is KEEP else size,
-            offloaded=names if choice.place == "host" else (),
-            working_bytes=int(working),
-            seconds=float(seconds),
-        )
-
-    def _missing(self, own: list[int], held: set[int]) -> list[int]:
-        """Earlier operations whose results are needed and not held."""
-        found: set[int] = set()
-        pending = list(own)
-        while pending:
-            for i in self.outline.parts[pending.pop()].inputs:
-                if i < own[0] and i not in held and i not in found:
-                    found.add(i)
-                    pending.append(i)
-        return sorted(found)
-
-    def _stage(self, own: list[int], again: list[int], grid: GridSpec) -> tuple[float, float]:
-        """Seconds, and bytes beyond what is stored, of one stage of a schedule."""
-        cut = own[-1] + 1
-        everything = [*again, *own]
-        once = (self.forward + self.backward)[everything].sum() + self.forward[again].sum()
-        alive = self.live(cut)
-        if not isinstance(grid, tuple):
-            redone = 0 if grid is KEEP else self._again(cut)[own].sum() + self.costs.start
-            return once + redone, (np.cumsum(self.held[everything]) + self.beside[everything]).max()
-        parts = self.outline.parts
-        lengths = np.array([p.lengths for p in parts], float)
-        counts = np.array([grid], float)
-        share = self._shares((cut,), alive[None], lengths, counts)[:, 0, 0]
-        tiles = counts.prod()
-        tiled = [k for k in own if parts[k].tiled]  # what follows a last reduction needs no loop
-        awaited = {r for k in tiled for r in parts[k].awaits[-1:] if r >= everything[0]}
-        work, everywhere = self._in_tiles(cut, share, tiles), np.array(everything)
-        ends = [*awaited, everything[-1]]
-        seconds = sum(work[everywhere[everywhere <= end]].sum() for end in ends)
-        tile = (share * self.held)[everything].sum() + 2 * (share * self.bytes)[everything].max()
-        reads = {i for k in everything for i in parts[k].inputs if i < own[0]} - set(again)
-        return (
-            seconds + 2 * len(ends) * tiles * self.costs.loop,
-            tile + self.cotangent[alive].sum() + self.cotangent[list(reads)].sum(),
-        )
 
     def _plain(self, tables: Stretches) -> None:
         """Stretches that are kept, or recomputed whole."""

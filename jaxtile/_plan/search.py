@@ -31,7 +31,7 @@ from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
 from ..policy import GridSpec, Outline
 from .assignment import Assignments
-from .candidates import as_assignment, assigned, named, portfolio, solved
+from .candidates import as_assignment, assigned, solved
 from .costs import Costs, has_host_memory
 from .descent import Descent
 from .measuring import step_seconds
@@ -49,7 +49,7 @@ _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
 _COMPARING = 0.05  # of the time of all steps: what finding the fastest schedule may take
-_KINDS = ("solver", "descent", "catalogue")  # of schedules, by where they come from
+_KINDS = ("solver", "descent")  # of schedules, by where they come from
 
 
 class BudgetError(ValueError):
@@ -92,7 +92,6 @@ class Search:
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
         self.model = Model(outline, terms.costs)
         self.tables = self.model.stretches()
-        self.others = [named(self.model, text) for text in portfolio(self.model)]
         self.descent = Descent(
             Assignments(outline, terms.costs),
             self.model.grids,
@@ -209,7 +208,7 @@ class Search:
         """
         wanted = self.budget - self.fixed
         trials = [
-            (c.peak, found.temporaries) for c, found in self.trials.items() if _kind(c) == kind
+            (c.peak, found.temporaries) for c, found in self.trials.items() if c.source == kind
         ]
         if not trials:
             return wanted
@@ -260,7 +259,6 @@ class Search:
         for mode, grid in enumerate(self.tables.modes):
             if grid == finest:
                 self.tables.seconds[mode] = np.inf
-        self.others = [c for c in self.others if finest not in _grids(c)]
         self.descent.leave_out(finest)
         self._smallest = None
 
@@ -275,14 +273,14 @@ class Search:
     def candidates(self, allowed: Mapping[str, float]) -> list[Candidate]:
         """Schedules within the allowance of their kind."""
         solution = fastest(self.tables, allowed["solver"]) if allowed["solver"] > 0 else None
-        found = [c for c in self.others if c.peak <= allowed["catalogue"]]
+        found: list[Candidate] = []
         begun = []
         if solution is not None:
             candidate = solved(self.model, self.tables, solution)
             assignment = as_assignment(self.model, self.tables, solution)
             # Schedules of both kinds are compared by one estimate.
             seconds = self.descent.costs.estimate(assignment).seconds
-            found.insert(0, dataclasses.replace(candidate, seconds=seconds))
+            found.append(dataclasses.replace(candidate, seconds=seconds))
             begun.append(assignment)
         within = self.spans.fastest(allowed["descent"])
         best = self.descent.fastest(allowed["descent"], begun, within)
@@ -294,7 +292,7 @@ class Search:
                 solved(self.model, self.tables, smallest(self.tables)),
                 assigned(self.descent, self.descent.smallest()),
             ]
-            self._smallest = min([*found, *self.others], key=lambda c: c.peak)
+            self._smallest = min(found, key=lambda c: c.peak)
         return self._smallest
 
     def _plan(
@@ -314,10 +312,6 @@ class Search:
             plain_bytes=int(self.fixed + self.plain.peak),
             measured_seconds=seconds,
         )
-
-
-def _kind(candidate: Candidate) -> str:
-    return candidate.source if candidate.source in _KINDS else "catalogue"
 
 
 def _grids(candidate: Candidate) -> list[GridSpec]:
