@@ -20,8 +20,10 @@ import policies
 from experiments.measuring.problems import problem, shape_of
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
+from jaxtile._plan.kernels import grids
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
+from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import fastest, smallest
 from jaxtile._plan.states import Assignment
 from jaxtile.policy import Choice
@@ -247,6 +249,25 @@ def clip_gradient(x):
 clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
+def test_a_grid_that_is_refused_is_not_used_again():
+    def traced(policy):
+        grids = [stage.grid for stage in policy.stages] if policy else []
+        finest = max((grid for grid in grids if isinstance(grid, tuple)), default=(1, 1))
+        if finest > (2, 2):
+            refused.append(finest)
+            raise jaxtile.TilingError("so many tiles")
+        fun = jaxtile.checkpoint(network, in_axes=AXES, policy=policy) if policy else network
+        return jax.jit(default_step((WEIGHTS, IMAGE), AXES)(fun)).trace(WEIGHTS, IMAGE)
+
+    refused: list = []
+    outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=AXES)
+    budget = int(0.4 * plain_bytes(network))
+    terms = Terms(budget, BUILT_IN["cpu"], progress=lambda line: None)
+    assert Search(outline, traced, terms).run().measured_bytes <= budget
+    assert refused
+    assert len(refused) == len({*refused})
+
+
 @pytest.mark.slow
 @parametrize_few("fun", [lambda w, x: network(w, x[:, :9, :7])[None], fan, clipped])
 def test_the_smallest_budget_works_and_so_does_every_larger_one(fun):
@@ -367,13 +388,17 @@ def reference_model(name: str) -> Model:
     return Model(outline, BUILT_IN["gpu"])
 
 
+def stretches(model):
+    return model.stretches(grids(model.outline))
+
+
 def estimated(outline, choices, costs=BUILT_IN["cpu"]):
     return Assignments(outline, costs).estimate(Assignment.of(choices, outline))
 
 
 def test_a_schedule_of_one_stage_costs_about_the_same_in_both_ways():
     model = reference_model("vgg16")
-    tables = model.stretches()
+    tables = stretches(model)
     for mode, grid in enumerate(tables.modes):
         found = tables.seconds[mode, 0, -1]
         if np.isfinite(found):
@@ -384,7 +409,7 @@ def test_a_schedule_of_one_stage_costs_about_the_same_in_both_ways():
 @parametrize_few("name", CASES)
 def test_more_memory_never_costs_time(name):
     """By the solver's own cost model."""
-    tables = reference_model(name).stretches()
+    tables = stretches(reference_model(name))
     peaks = np.geomspace(smallest(tables).peak / 2, tables.peak[0, 0, -1], 12)
     found = [fastest(tables, peak) for peak in [*peaks, smallest(tables).peak]]
     assert found[-1] is not None
@@ -398,9 +423,8 @@ def test_more_memory_never_costs_time(name):
 def test_an_axis_of_one_position():
     """A batch of one whose axis is tiled: no grid has tiles along it."""
     outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)))
-    model = Model(outline, BUILT_IN["cpu"])
-    assert model.grids
-    assert all(grid[0] == 1 and min(grid) > 0 for grid in model.grids)
+    assert grids(outline)
+    assert all(grid[0] == 1 and min(grid) > 0 for grid in grids(outline))
     plan = policies.plan(
         network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)), budget="400kB", progress=print
     )
@@ -425,7 +449,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
     )
     assert tiled.seconds > plain.seconds
     assert plain.peak / 8 < tiled.peak < plain.peak
-    whole = Model(outline, BUILT_IN["cpu"]).stretches()
+    whole = stretches(Model(outline, BUILT_IN["cpu"]))
     grid = next(k for k, g in enumerate(whole.modes) if g == (4, 1, 1))
     assert whole.seconds[grid, 0, -1] == pytest.approx(tiled.seconds, rel=0.05)
 
@@ -433,7 +457,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
 def test_norms_need_not_all_be_stored():
     """Between storing what each norm reads and recomputing all for each, there is something."""
     outline = jaxtile.policy.outline(normed, WEIGHTS, IMAGE, in_axes=AXES)
-    tables = Model(outline, BUILT_IN["cpu"]).stretches()
+    tables = stretches(Model(outline, BUILT_IN["cpu"]))
     assert any(part.awaits for part in outline.parts)
     last = len(tables.cuts) - 1
     assert np.isfinite(tables.seconds[2:, 0, last]).any()
@@ -445,7 +469,7 @@ def test_against_an_integer_programme_on_a_graph():
         return network(weights[:3], x)
 
     outline = jaxtile.policy.outline(small, WEIGHTS, IMAGE, in_axes=AXES)
-    tables = Model(outline, BUILT_IN["gpu"]).stretches()
+    tables = stretches(Model(outline, BUILT_IN["gpu"]))
     lowest, highest = smallest(tables).peak, tables.peak[0, 0, -1]
     for i in range(8):
         budget = lowest + (highest - lowest) * i / 7
@@ -516,7 +540,7 @@ def drawn(seed: int) -> Network:
 
 def test_stages_are_in_order():
     model = reference_model("unet")
-    tables = model.stretches()
+    tables = stretches(model)
     solution = fastest(tables, 0.3 * tables.peak[0, 0, -1])
     stops = [s.stop for s in solution.stages]
     assert stops == sorted(stops)
@@ -560,7 +584,7 @@ def test_the_loops_of_a_stretch_share_the_cotangents_of_what_they_read():
 
     x = jax.ShapeDtypeStruct((1, 256, 256, 4), IMAGE.dtype)
     outline = jaxtile.policy.outline(fun, WEIGHTS, x, in_axes=AXES)
-    tables = Model(outline, BUILT_IN["cpu"]).stretches()
+    tables = stretches(Model(outline, BUILT_IN["cpu"]))
     after = tables.cuts.index(1 + [p.name for p in outline.parts].index("first"))
     peak = tables.added[0, 0, after] + tables.peak[tables.modes.index((8, 8)), after, -1]
     tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=Policy())

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from ..policy import Choice
-from .descent import Descent, Found
+from .assignment import Assignments
 from .model import Model, Stretches
 from .solver import Solution
 from .stage import Candidate, PlannedStage
@@ -49,11 +49,10 @@ def as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assign
     return Assignment(tuple(states), tuple(modes))
 
 
-def assigned(descent: Descent, found: Found) -> Candidate:
+def assigned(costs: Assignments, found: Assignment) -> Candidate:
     """An assignment, with the names of operations: neighbours with one grid are a stage."""
-    costs, facts = descent.costs, descent.facts
-    states, modes = found.assignment.states, found.assignment.modes
-    parts, estimate = facts.outline.parts, costs.estimate(found.assignment)
+    facts, states, modes = costs.facts, found.states, found.modes
+    parts, estimate = facts.outline.parts, costs.estimate(found)
     needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
     stages: list[PlannedStage] = []
     for (grid, tiled_forward), members in itertools.groupby(range(facts.n), modes.__getitem__):
@@ -81,11 +80,11 @@ def assigned(descent: Descent, found: Found) -> Candidate:
                 seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
                 passing=tuple(parts[k].name for k in passing),
                 restored=tuple(parts[k].name for k in restored),
-                forward=None if tiled_forward or not isinstance(grid, tuple) else descent.once,
+                forward=None if tiled_forward or not isinstance(grid, tuple) else (1,) * facts.rank,
             )
         )
     rest = Choice(stages[-1].grid, forward=stages[-1].forward)
-    return Candidate(tuple(stages), rest, "descent", found.seconds, found.peak)
+    return Candidate(tuple(stages), rest, "descent", estimate.seconds, estimate.peak)
 
 
 def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:

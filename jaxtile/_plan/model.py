@@ -32,16 +32,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ..policy import GridSpec, Outline, Part
 from .costs import Costs
-from .kernels import durations, grids
-
-KEEP: Final = None
-WHOLE: Final = "whole"
+from .kernels import durations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +87,6 @@ class Model:
         crossing = [unfused * self.live(c) for c in range(self.n + 1)]
         # While operation p is differentiated, the cotangents on both of its sides exist.
         self.beside = np.array([np.maximum(a, b).sum() for a, b in itertools.pairwise(crossing)])
-        self.grids = grids(outline)
 
     def live(self, cut: int) -> np.ndarray:
         """Which tiled results are made before a cut and read after it."""
@@ -109,15 +105,15 @@ class Model:
             inner = sorted(inner[i] for i in rank)
         return (0, *inner, self.n)
 
-    def stretches(self) -> Stretches:
+    def stretches(self, grids: Sequence[tuple[int, ...]]) -> Stretches:
         cuts = self.cuts()
-        modes: list[GridSpec] = [KEEP, WHOLE, *self.grids]
+        modes: list[GridSpec] = [None, "whole", *grids]
         shape = (len(modes), len(cuts), len(cuts))
         tables = Stretches(
             cuts, tuple(modes), np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
         )
         self._plain(tables)
-        self._tiled(tables)
+        self._tiled(tables, grids)
         return tables
 
     def _plain(self, tables: Stretches) -> None:
@@ -159,11 +155,11 @@ class Model:
         found: np.ndarray = seconds * (share > 0) * tiles
         return found
 
-    def _tiled(self, tables: Stretches) -> None:
-        if not self.grids:
+    def _tiled(self, tables: Stretches, grids: Sequence[tuple[int, ...]]) -> None:
+        if not grids:
             return
         parts = self.outline.parts
-        counts = np.array(self.grids, float)
+        counts = np.array(grids, float)
         tiles = counts.prod(1)
         lengths = np.array([p.lengths for p in parts], float)
         # Each reduction that is awaited in tiles, and the first operation that awaits it.
