@@ -20,6 +20,7 @@ import policies
 from experiments.measuring.problems import problem, shape_of
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
+from jaxtile._plan.facts import Facts
 from jaxtile._plan.kernels import grids
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
@@ -381,11 +382,15 @@ def reference(name: str):
     return problem(name, shape_of(name, size=CASES[name]), jnp.float32, abstract=True)
 
 
+def model_of(outline, device: str) -> Model:
+    return Model(Facts(outline, BUILT_IN[device]), BUILT_IN[device])
+
+
 @functools.cache
 def reference_model(name: str) -> Model:
     found = reference(name)
     outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
-    return Model(outline, BUILT_IN["gpu"])
+    return model_of(outline, "gpu")
 
 
 def stretches(model):
@@ -449,7 +454,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
     )
     assert tiled.seconds > plain.seconds
     assert plain.peak / 8 < tiled.peak < plain.peak
-    whole = stretches(Model(outline, BUILT_IN["cpu"]))
+    whole = stretches(model_of(outline, "cpu"))
     grid = next(k for k, g in enumerate(whole.modes) if g == (4, 1, 1))
     assert whole.seconds[grid, 0, -1] == pytest.approx(tiled.seconds, rel=0.05)
 
@@ -457,7 +462,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
 def test_norms_need_not_all_be_stored():
     """Between storing what each norm reads and recomputing all for each, there is something."""
     outline = jaxtile.policy.outline(normed, WEIGHTS, IMAGE, in_axes=AXES)
-    tables = stretches(Model(outline, BUILT_IN["cpu"]))
+    tables = stretches(model_of(outline, "cpu"))
     assert any(part.awaits for part in outline.parts)
     last = len(tables.cuts) - 1
     assert np.isfinite(tables.seconds[2:, 0, last]).any()
@@ -469,7 +474,7 @@ def test_against_an_integer_programme_on_a_graph():
         return network(weights[:3], x)
 
     outline = jaxtile.policy.outline(small, WEIGHTS, IMAGE, in_axes=AXES)
-    tables = stretches(Model(outline, BUILT_IN["gpu"]))
+    tables = stretches(model_of(outline, "gpu"))
     lowest, highest = smallest(tables).peak, tables.peak[0, 0, -1]
     for i in range(8):
         budget = lowest + (highest - lowest) * i / 7
@@ -558,7 +563,7 @@ def test_what_is_part_of_another_kernel_takes_no_time():
         return checkpoint_name(((wide - mean) * scale).astype(x.dtype), "norm").sum()
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, 3, 4, 4), (1, 256, 256, 4)))
-    model = Model(jaxtile.policy.outline(fun, w, x, in_axes=AXES), BUILT_IN["gpu"])
+    model = model_of(jaxtile.policy.outline(fun, w, x, in_axes=AXES), "gpu")
     kernels = {model.outline.parts[k].name for k in model.durations}
     kinds = {p.name: p.operation.kind for p in model.outline.parts}
     assert sorted(kinds[name] for name in kernels) == [*("convolution", "reduction", "reduction")]
@@ -584,7 +589,7 @@ def test_the_loops_of_a_stretch_share_the_cotangents_of_what_they_read():
 
     x = jax.ShapeDtypeStruct((1, 256, 256, 4), IMAGE.dtype)
     outline = jaxtile.policy.outline(fun, WEIGHTS, x, in_axes=AXES)
-    tables = stretches(Model(outline, BUILT_IN["cpu"]))
+    tables = stretches(model_of(outline, "cpu"))
     after = tables.cuts.index(1 + [p.name for p in outline.parts].index("first"))
     peak = tables.added[0, 0, after] + tables.peak[tables.modes.index((8, 8)), after, -1]
     tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=Policy())

@@ -36,9 +36,9 @@ from typing import Any
 
 import numpy as np
 
-from ..policy import GridSpec, Outline, Part
+from ..policy import GridSpec, Part
 from .costs import Costs
-from .kernels import durations
+from .facts import Facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +59,16 @@ class Stretches:
 class Model:
     """What any schedule of an outline costs."""
 
-    def __init__(self, outline: Outline, costs: Costs):
-        self.outline, self.costs = outline, costs
-        parts = outline.parts
-        self.n = len(parts)
-        self.durations = durations(outline, costs)
-        whole = [[d.whole for d in self.durations.get(i, ())] or [0.0, 0.0] for i in range(self.n)]
-        self.forward, self.backward = np.array(whole).T
-        self.held = np.array([p.held_bytes for p in parts], float)
-        self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
+    def __init__(self, facts: Facts, costs: Costs):
+        self.outline, self.durations, self.costs = facts.outline, facts.durations, costs
+        self.n, parts = facts.n, facts.outline.parts
+        self.forward, self.backward = np.array(facts.forward), np.array(facts.backward)
+        self.held, self.bytes = np.array(facts.held), np.array(facts.bytes)
+        self.reduces = np.array(facts.reduces)
         # A stored result has a cotangent; inside a stretch, only one that is an array has.
-        self.cotangent = np.array(
-            [p.bytes if p.tiled and p.differentiable else 0 for p in parts], float
-        )
-        self.reduces = np.array([p.reduces and not p.tiled for p in parts])
+        self.cotangent = np.array(facts.cotangent)
         readers = [[k for k in range(self.n) if i in parts[k].inputs] for i in range(self.n)]
-        for k in outline.outputs:
+        for k in self.outline.outputs:
             readers[k].append(self.n)
         self.last = np.array([max(r, default=i) for i, r in enumerate(readers)])
         self.first_reader = np.array([min(r, default=self.n) for r in readers])
@@ -83,7 +77,7 @@ class Model:
         for i, found in enumerate(readers):
             for k in sorted(found, reverse=True):
                 self.next_reader[i + 1 : k + 1, i] = k
-        unfused = self.cotangent * np.array([p.made_bytes > 0 for p in parts])
+        unfused = self.cotangent * (np.array(facts.made) > 0)
         crossing = [unfused * self.live(c) for c in range(self.n + 1)]
         # While operation p is differentiated, the cotangents on both of its sides exist.
         self.beside = np.array([np.maximum(a, b).sum() for a, b in itertools.pairwise(crossing)])

@@ -90,7 +90,8 @@ class Search:
         """`traced`: from a policy to the traced step; from None to the plain one."""
         self.outline, self.traced, self.terms = outline, traced, terms
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
-        self.model, self.costs = Model(outline, terms.costs), Assignments(outline, terms.costs)
+        self.costs = Assignments(outline, terms.costs)
+        self.model = Model(self.costs.facts, terms.costs)
         self._prepare(grids(outline))
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
