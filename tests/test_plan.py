@@ -46,6 +46,10 @@ def network(weights, x):
     return jnp.mean(x**2)
 
 
+def short(weights, x):
+    return network(weights[:3], x)
+
+
 def normed(weights, x):
     """Without names, with batch norms."""
     for w in weights[:3]:
@@ -66,8 +70,25 @@ def plan(fun=network, budget="1MiB", **kwargs) -> policies.Plan:
     )
 
 
+@functools.cache
+def told(fun, budget, **kwargs) -> tuple[policies.Plan, list[str], list[str]]:
+    """A plan; what was said before and after each compilation, searches aside."""
+    lines: list[str] = []
+    found = policies.plan(
+        fun, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append, **kwargs
+    )
+    searches = [i for i, line in enumerate(lines) if "looking for a schedule" in line]
+    assert searches[0] == 0
+    assert len(searches) <= len(lines) / 2
+    lines = [line for i, line in enumerate(lines) if i not in searches]
+    return found, lines[::2], lines[1::2]
+
+
+def planned(fun=network, budget="1MiB") -> policies.Plan:
+    return told(fun, budget)[0]
+
+
 plain_bytes = functools.cache(compiled_bytes)
-planned = functools.cache(plan)
 
 
 @parametrize_few("fun", [network, normed])
@@ -87,9 +108,6 @@ def test_a_large_budget_gives_plain_jax():
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():
-    def short(weights, x):
-        return network(weights[:3], x)
-
     with pytest.raises(policies.BudgetError, match="smallest budget found to work") as raised:
         plan(short, "10kB")
     least = raised.value.smallest
@@ -99,21 +117,8 @@ def test_too_small_a_budget_names_the_smallest_that_works():
         plan(short, least - 1000)
 
 
-def told(fun, budget, **kwargs) -> tuple[policies.Plan, list[str], list[str]]:
-    """A plan; what was said before and after each compilation, searches aside."""
-    lines: list[str] = []
-    found = policies.plan(
-        fun, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append, **kwargs
-    )
-    searches = [i for i, line in enumerate(lines) if "looking for a schedule" in line]
-    assert searches[0] == 0
-    assert len(searches) <= len(lines) / 2
-    lines = [line for i, line in enumerate(lines) if i not in searches]
-    return found, lines[::2], lines[1::2]
-
-
 def test_progress_is_told():
-    found, before, after = told(network, int(0.5 * plain_bytes(network)))
+    found, before, after = told(network, int(0.6 * plain_bytes(network)))
     assert all("estimated" in line and "compiling" in line for line in before)
     assert all("compiled in" in line for line in after)
     assert ["as it will run" in line for line in before] == [False] * (len(before) - 1) + [True]
@@ -146,7 +151,7 @@ def test_the_promise_is_about_the_program_that_runs(monkeypatch):
     budget = int(0.6 * compiled_bytes(network))
     expected = plan(network, budget)
     monkeypatch.setattr("jaxtile._plan.search.compiled_bytes", too_little)
-    found, _, after = told(network, budget)
+    found, _, after = told.__wrapped__(network, budget)
     assert any("is too much for" in line for line in after)
     tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=found)
     assert found.measured_bytes == compiled_bytes(tiled) <= budget
@@ -254,19 +259,18 @@ def test_a_grid_that_is_refused_is_not_used_again():
     def traced(policy):
         grids = [stage.grid for stage in policy.stages] if policy else []
         finest = max((grid for grid in grids if isinstance(grid, tuple)), default=(1, 1))
-        if finest > (2, 2):
+        if finest > (1, 1) and (not refused or finest in refused):
             refused.append(finest)
             raise jaxtile.TilingError("so many tiles")
-        fun = jaxtile.checkpoint(network, in_axes=AXES, policy=policy) if policy else network
+        fun = jaxtile.checkpoint(short, in_axes=AXES, policy=policy) if policy else short
         return jax.jit(default_step((WEIGHTS, IMAGE), AXES)(fun)).trace(WEIGHTS, IMAGE)
 
     refused: list = []
-    outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=AXES)
-    budget = int(0.4 * plain_bytes(network))
+    outline = jaxtile.policy.outline(short, WEIGHTS, IMAGE, in_axes=AXES)
+    budget = int(0.4 * plain_bytes(short))
     terms = Terms(budget, BUILT_IN["cpu"], progress=lambda line: None)
     assert Search(outline, traced, terms).run().measured_bytes <= budget
-    assert refused
-    assert len(refused) == len({*refused})
+    assert len(refused) == 1
 
 
 @pytest.mark.slow
@@ -513,7 +517,7 @@ def test_budgets_are_kept_on_the_reference_models(name):
     check_promise(found.loss, found.arguments, found.in_axes, 0.65)
 
 
-@parametrize_few(("seed", "share"), itertools.product((1, 0, *range(2, 22)), SHARES))
+@parametrize_few(("seed", "share"), itertools.product((6, *range(6), *range(7, 22)), SHARES))
 def test_budgets_are_kept_on_networks_that_nobody_tuned_for(seed, share):
     fun = drawn(seed)
     check_promise(fun, jax.eval_shape(lambda: fun.args), AXES, share)
