@@ -37,8 +37,9 @@ from jax.sharding import AbstractMesh
 
 import jaxtile
 import models
+from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN
-from jaxtile._plan.model import Model
+from jaxtile._plan.states import Assignment
 from policies import Costs, format_bytes
 
 from .measuring.baselines import BLOCKS
@@ -218,7 +219,8 @@ def _compute(
         costs = dataclasses.replace(costs, tile=1.0, loop=0.0)
     choice = jaxtile.policy.Choice(grid)
     choices = {p.name: choice for p in outline.parts if p.name in stored}
-    return Model(outline, costs).estimate({**choices, ...: choice}).seconds
+    chosen = Assignment.of({**choices, ...: choice}, outline)
+    return Assignments(outline, costs).estimate(chosen).seconds
 
 
 def table(steps: Mapping[int, Scaled], links: Mapping[int, Link]) -> str:

@@ -18,11 +18,15 @@ import jaxtile
 import jaxtile.nn
 import policies
 from experiments.measuring.problems import problem, shape_of
-from jaxtile._plan.candidates import named, portfolio
+from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
+from jaxtile._plan.facts import Facts
+from jaxtile._plan.kernels import grids
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
+from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import fastest, smallest
+from jaxtile._plan.states import Assignment
 from jaxtile.policy import Choice
 
 from .random_networks import CHANNELS, Network
@@ -40,6 +44,10 @@ def network(weights, x):
         x = checkpoint_name(jnp.tanh(conv(x, w)), f"layer{i}")
         x = x + skip if i == 3 else x
     return jnp.mean(x**2)
+
+
+def short(weights, x):
+    return network(weights[:3], x)
 
 
 def normed(weights, x):
@@ -62,8 +70,25 @@ def plan(fun=network, budget="1MiB", **kwargs) -> policies.Plan:
     )
 
 
+@functools.cache
+def told(fun, budget, **kwargs) -> tuple[policies.Plan, list[str], list[str]]:
+    """A plan; what was said before and after each compilation, searches aside."""
+    lines: list[str] = []
+    found = policies.plan(
+        fun, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append, **kwargs
+    )
+    searches = [i for i, line in enumerate(lines) if "looking for a schedule" in line]
+    assert searches[0] == 0
+    assert len(searches) <= len(lines) / 2
+    lines = [line for i, line in enumerate(lines) if i not in searches]
+    return found, lines[::2], lines[1::2]
+
+
+def planned(fun=network, budget="1MiB") -> policies.Plan:
+    return told(fun, budget)[0]
+
+
 plain_bytes = functools.cache(compiled_bytes)
-planned = functools.cache(plan)
 
 
 @parametrize_few("fun", [network, normed])
@@ -83,9 +108,6 @@ def test_a_large_budget_gives_plain_jax():
 
 
 def test_too_small_a_budget_names_the_smallest_that_works():
-    def short(weights, x):
-        return network(weights[:3], x)
-
     with pytest.raises(policies.BudgetError, match="smallest budget found to work") as raised:
         plan(short, "10kB")
     least = raised.value.smallest
@@ -95,21 +117,8 @@ def test_too_small_a_budget_names_the_smallest_that_works():
         plan(short, least - 1000)
 
 
-def told(fun, budget, **kwargs) -> tuple[policies.Plan, list[str], list[str]]:
-    """A plan; what was said before and after each compilation, searches aside."""
-    lines: list[str] = []
-    found = policies.plan(
-        fun, WEIGHTS, IMAGE, in_axes=AXES, budget=budget, progress=lines.append, **kwargs
-    )
-    searches = [i for i, line in enumerate(lines) if "looking for a schedule" in line]
-    assert searches[0] == 0
-    assert len(searches) <= len(lines) / 2
-    lines = [line for i, line in enumerate(lines) if i not in searches]
-    return found, lines[::2], lines[1::2]
-
-
 def test_progress_is_told():
-    found, before, after = told(network, int(0.5 * plain_bytes(network)))
+    found, before, after = told(network, int(0.6 * plain_bytes(network)))
     assert all("estimated" in line and "compiling" in line for line in before)
     assert all("compiled in" in line for line in after)
     assert ["as it will run" in line for line in before] == [False] * (len(before) - 1) + [True]
@@ -142,7 +151,7 @@ def test_the_promise_is_about_the_program_that_runs(monkeypatch):
     budget = int(0.6 * compiled_bytes(network))
     expected = plan(network, budget)
     monkeypatch.setattr("jaxtile._plan.search.compiled_bytes", too_little)
-    found, _, after = told(network, budget)
+    found, _, after = told.__wrapped__(network, budget)
     assert any("is too much for" in line for line in after)
     tiled = jaxtile.checkpoint(network, in_axes=AXES, policy=found)
     assert found.measured_bytes == compiled_bytes(tiled) <= budget
@@ -246,6 +255,24 @@ def clip_gradient(x):
 clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
+def test_a_grid_that_is_refused_is_not_used_again():
+    def traced(policy):
+        grids = [stage.grid for stage in policy.stages] if policy else []
+        finest = max((grid for grid in grids if isinstance(grid, tuple)), default=(1, 1))
+        if finest > (1, 1) and (not refused or finest in refused):
+            refused.append(finest)
+            raise jaxtile.TilingError("so many tiles")
+        fun = jaxtile.checkpoint(short, in_axes=AXES, policy=policy) if policy else short
+        return jax.jit(default_step((WEIGHTS, IMAGE), AXES)(fun)).trace(WEIGHTS, IMAGE)
+
+    refused: list = []
+    outline = jaxtile.policy.outline(short, WEIGHTS, IMAGE, in_axes=AXES)
+    budget = int(0.4 * plain_bytes(short))
+    terms = Terms(budget, BUILT_IN["cpu"], progress=lambda line: None)
+    assert Search(outline, traced, terms).run().measured_bytes <= budget
+    assert len(refused) == 1
+
+
 @pytest.mark.slow
 @parametrize_few("fun", [lambda w, x: network(w, x[:, :9, :7])[None], fan, clipped])
 def test_the_smallest_budget_works_and_so_does_every_larger_one(fun):
@@ -345,15 +372,6 @@ def test_explained():
     assert str(found) == text
 
 
-@pytest.mark.parametrize("text", ["store_all", "store_convs", "sqrt", "tiled:4x4"])
-def test_stages_of_a_policy_have_their_own_figures(text):
-    outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=AXES)
-    found = named(Model(outline, BUILT_IN["gpu"]), text)
-    assert found.seconds == pytest.approx(sum(s.seconds for s in found.stages))
-    assert all(s.seconds > 0 and s.working_bytes > 0 for s in found.stages)
-    assert sum(s.operations for s in found.stages) == len(outline.parts)
-
-
 CASES = {
     "alexnet": None,
     "unet": None,
@@ -368,29 +386,40 @@ def reference(name: str):
     return problem(name, shape_of(name, size=CASES[name]), jnp.float32, abstract=True)
 
 
+def model_of(outline, device: str) -> Model:
+    return Model(Facts(outline, BUILT_IN[device]), BUILT_IN[device])
+
+
 @functools.cache
 def reference_model(name: str) -> Model:
     found = reference(name)
     outline = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
-    return Model(outline, BUILT_IN["gpu"])
+    return model_of(outline, "gpu")
 
 
-def test_a_schedule_of_one_stage_costs_the_same_in_both_ways():
+def stretches(model):
+    return model.stretches(grids(model.outline))
+
+
+def estimated(outline, choices, costs=BUILT_IN["cpu"]):
+    return Assignments(outline, costs).estimate(Assignment.of(choices, outline))
+
+
+def test_a_schedule_of_one_stage_costs_about_the_same_in_both_ways():
     model = reference_model("vgg16")
-    tables = model.stretches()
+    tables = stretches(model)
     for mode, grid in enumerate(tables.modes):
         found = tables.seconds[mode, 0, -1]
         if np.isfinite(found):
-            assert np.isclose(model.estimate({...: Choice(grid)}).seconds, found, rtol=1e-12)
+            other = estimated(model.outline, {...: Choice(grid)}, BUILT_IN["gpu"]).seconds
+            assert other == pytest.approx(found, rel=0.05)
 
 
 @parametrize_few("name", CASES)
 def test_more_memory_never_costs_time(name):
-    """By the solver's own cost model, at the bytes of the catalogue's policies."""
-    model = reference_model(name)
-    tables = model.stretches()
-    texts = ["store_all", *portfolio(model)] + ["lower_sets:6GB"] * (name == "unet")
-    peaks = sorted(model.estimate(policies.resolve(t).choose(model.outline)).peak for t in texts)
+    """By the solver's own cost model."""
+    tables = stretches(reference_model(name))
+    peaks = np.geomspace(smallest(tables).peak / 2, tables.peak[0, 0, -1], 12)
     found = [fastest(tables, peak) for peak in [*peaks, smallest(tables).peak]]
     assert found[-1] is not None
     solutions = [s for s in found[:-1] if s is not None]
@@ -403,9 +432,8 @@ def test_more_memory_never_costs_time(name):
 def test_an_axis_of_one_position():
     """A batch of one whose axis is tiled: no grid has tiles along it."""
     outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)))
-    model = Model(outline, BUILT_IN["cpu"])
-    assert model.grids
-    assert all(grid[0] == 1 and min(grid) > 0 for grid in model.grids)
+    assert grids(outline)
+    assert all(grid[0] == 1 and min(grid) > 0 for grid in grids(outline))
     plan = policies.plan(
         network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)), budget="400kB", progress=print
     )
@@ -424,14 +452,13 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
     weights = [*WEIGHTS, jax.ShapeDtypeStruct((16, 16, WEIGHTS[-1].shape[-1], 8), "float64")]
     images = jax.ShapeDtypeStruct((8, 16, 16, WEIGHTS[0].shape[2]), "float64")
     outline = jaxtile.policy.outline(fun, weights, images, in_axes=(None, (0, 1, 2)))
-    model = Model(outline, BUILT_IN["cpu"])
     plain, tiled = (
-        model.estimate(policies.resolve(text).choose(outline))
+        estimated(outline, policies.resolve(text).choose(outline))
         for text in ("store_all", "tiled:4x1x1")
     )
     assert tiled.seconds > plain.seconds
     assert plain.peak / 8 < tiled.peak < plain.peak
-    whole = model.stretches()
+    whole = stretches(model_of(outline, "cpu"))
     grid = next(k for k, g in enumerate(whole.modes) if g == (4, 1, 1))
     assert whole.seconds[grid, 0, -1] == pytest.approx(tiled.seconds, rel=0.05)
 
@@ -439,7 +466,7 @@ def test_an_operation_on_the_whole_map_needs_all_of_it():
 def test_norms_need_not_all_be_stored():
     """Between storing what each norm reads and recomputing all for each, there is something."""
     outline = jaxtile.policy.outline(normed, WEIGHTS, IMAGE, in_axes=AXES)
-    tables = Model(outline, BUILT_IN["cpu"]).stretches()
+    tables = stretches(model_of(outline, "cpu"))
     assert any(part.awaits for part in outline.parts)
     last = len(tables.cuts) - 1
     assert np.isfinite(tables.seconds[2:, 0, last]).any()
@@ -451,7 +478,7 @@ def test_against_an_integer_programme_on_a_graph():
         return network(weights[:3], x)
 
     outline = jaxtile.policy.outline(small, WEIGHTS, IMAGE, in_axes=AXES)
-    tables = Model(outline, BUILT_IN["gpu"]).stretches()
+    tables = stretches(model_of(outline, "gpu"))
     lowest, highest = smallest(tables).peak, tables.peak[0, 0, -1]
     for i in range(8):
         budget = lowest + (highest - lowest) * i / 7
@@ -490,7 +517,7 @@ def test_budgets_are_kept_on_the_reference_models(name):
     check_promise(found.loss, found.arguments, found.in_axes, 0.65)
 
 
-@parametrize_few(("seed", "share"), itertools.product((1, 0, *range(2, 22)), SHARES))
+@parametrize_few(("seed", "share"), itertools.product((6, *range(6), *range(7, 22)), SHARES))
 def test_budgets_are_kept_on_networks_that_nobody_tuned_for(seed, share):
     fun = drawn(seed)
     check_promise(fun, jax.eval_shape(lambda: fun.args), AXES, share)
@@ -522,7 +549,7 @@ def drawn(seed: int) -> Network:
 
 def test_stages_are_in_order():
     model = reference_model("unet")
-    tables = model.stretches()
+    tables = stretches(model)
     solution = fastest(tables, 0.3 * tables.peak[0, 0, -1])
     stops = [s.stop for s in solution.stages]
     assert stops == sorted(stops)
@@ -540,7 +567,7 @@ def test_what_is_part_of_another_kernel_takes_no_time():
         return checkpoint_name(((wide - mean) * scale).astype(x.dtype), "norm").sum()
 
     w, x = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((3, 3, 4, 4), (1, 256, 256, 4)))
-    model = Model(jaxtile.policy.outline(fun, w, x, in_axes=AXES), BUILT_IN["gpu"])
+    model = model_of(jaxtile.policy.outline(fun, w, x, in_axes=AXES), "gpu")
     kernels = {model.outline.parts[k].name for k in model.durations}
     kinds = {p.name: p.operation.kind for p in model.outline.parts}
     assert sorted(kinds[name] for name in kernels) == [*("convolution", "reduction", "reduction")]
@@ -566,7 +593,9 @@ def test_the_loops_of_a_stretch_share_the_cotangents_of_what_they_read():
 
     x = jax.ShapeDtypeStruct((1, 256, 256, 4), IMAGE.dtype)
     outline = jaxtile.policy.outline(fun, WEIGHTS, x, in_axes=AXES)
-    peak = Model(outline, BUILT_IN["cpu"]).estimate(Policy().choose(outline)).peak
+    tables = stretches(model_of(outline, "cpu"))
+    after = tables.cuts.index(1 + [p.name for p in outline.parts].index("first"))
+    peak = tables.added[0, 0, after] + tables.peak[tables.modes.index((8, 8)), after, -1]
     tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=Policy())
     step = jax.jit(default_step((WEIGHTS, x), AXES)(tiled))
     compiled = jaxtile.Bytes.of(step.lower(WEIGHTS, x).compile())

@@ -30,8 +30,9 @@ import jax
 
 import policies
 from jaxtile._memory import hlo
+from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.kernels import durations
-from jaxtile._plan.model import Model
+from jaxtile._plan.states import Assignment
 from jaxtile._run.recompute import RECOMPUTED
 from jaxtile.policy import Outline
 
@@ -223,6 +224,7 @@ def predicted(outline: Outline, policy: Any) -> dict[str, float]:
     if isinstance(policy, policies.Plan):
         again = policy.seconds - forward - backward
     elif policy is not None:
-        estimate = Model(outline, costs).estimate(policy.choose(outline))
+        chosen = Assignment.of(policy.choose(outline), outline)
+        estimate = Assignments(outline, costs).estimate(chosen)
         again = max(0.0, estimate.seconds - forward - backward)
     return {"forward": forward, "recomputed": again, "backward": backward}

@@ -5,22 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..policy import Choice, names, resolve
-from .descent import Descent, Found
+from ..policy import Choice
+from .assignment import Assignments
 from .model import Model, Stretches
 from .solver import Solution
 from .stage import Candidate, PlannedStage
 from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
-
-
-def portfolio(model: Model) -> list[str]:
-    """Policies of the catalogue that the planner tries beside what the solver finds, so that its
-    plan is never worse than these.
-    """
-    simple = ["retained", "store_convs", "every:2", "every:4", "every:8", "sqrt", "recompute_all"]
-    tiled = ["tiled:" + "x".join(map(str, grid)) for grid in model.grids]
-    known = {name.partition(":")[0] for name in names()}
-    return [text for text in simple + tiled if text.partition(":")[0] in known]
 
 
 def solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
@@ -59,11 +49,10 @@ def as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assign
     return Assignment(tuple(states), tuple(modes))
 
 
-def assigned(descent: Descent, found: Found) -> Candidate:
+def assigned(costs: Assignments, found: Assignment) -> Candidate:
     """An assignment, with the names of operations: neighbours with one grid are a stage."""
-    costs, facts = descent.costs, descent.facts
-    states, modes = found.assignment.states, found.assignment.modes
-    parts, estimate = facts.outline.parts, costs.estimate(found.assignment)
+    facts, states, modes = costs.facts, found.states, found.modes
+    parts, estimate = facts.outline.parts, costs.estimate(found)
     needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
     stages: list[PlannedStage] = []
     for (grid, tiled_forward), members in itertools.groupby(range(facts.n), modes.__getitem__):
@@ -91,11 +80,11 @@ def assigned(descent: Descent, found: Found) -> Candidate:
                 seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
                 passing=tuple(parts[k].name for k in passing),
                 restored=tuple(parts[k].name for k in restored),
-                forward=None if tiled_forward or not isinstance(grid, tuple) else descent.once,
+                forward=None if tiled_forward or not isinstance(grid, tuple) else (1,) * facts.rank,
             )
         )
     rest = Choice(stages[-1].grid, forward=stages[-1].forward)
-    return Candidate(tuple(stages), rest, "descent", found.seconds, found.peak)
+    return Candidate(tuple(stages), rest, "descent", estimate.seconds, estimate.peak)
 
 
 def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
@@ -113,8 +102,3 @@ def _merged(stages: Sequence[PlannedStage]) -> tuple[PlannedStage, ...]:
             )
         merged.append(stage)
     return tuple(merged)
-
-
-def named(model: Model, text: str) -> Candidate:
-    """A policy of the catalogue, costed with the same model."""
-    return model.estimate(resolve(text).choose(model.outline), text)

@@ -100,16 +100,12 @@ class Descent:
         self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
-        self.once = (1,) * self.facts.rank
-        self.modes = [Mode(None), Mode("whole"), Mode(self.once)]
+        self.modes = [Mode(None), Mode("whole"), Mode((1,) * self.facts.rank)]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
         self.groups = list(_groups(self.facts, self.span).values())
         self.zones = list(_zones(self.facts, self.span))
         self.blocks = [b for zone in self.zones for b in _split(zone, self.facts.joints)]
         self.moves = list(self._decisions(single=False))
-        self._begin()
-
-    def _begin(self) -> None:
         self._seen: dict[tuple[tuple[int, ...], tuple[Mode, ...]], Found] = {}
         self._walks = [Walk() for _ in self._starts()]
         for walk, start in zip(self._walks, self._starts(), strict=True):
@@ -191,11 +187,6 @@ class Descent:
                     better = found.peak <= allowed and found.seconds < 0.9995 * here.seconds
                 here = found if better else here
         return here
-
-    def leave_out(self, grid: GridSpec) -> None:
-        """Never use a grid again."""
-        self.modes = [m for m in self.modes if m.grid != grid]
-        self._begin()
 
     def _starts(self) -> Iterator[Assignment]:
         """As plain JAX does it; and all recomputed, between results that nothing spans."""

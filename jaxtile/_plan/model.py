@@ -23,9 +23,6 @@ nothing reads it. Tiles compute their halo too, run at the rate of tiles, and ea
 some time. Where operations of a tiled stretch wait for a reduction inside it (batch statistics),
 all up to the reduction is computed in one more loop, forwards and backwards.
 
-The model is there twice, and both should agree. `stretches` has tables for the solver (`_plain`,
-`_tiled`); `estimate` costs one schedule that somebody else chose (`_stage`).
-
 Limits: the model does not know what XLA fuses, packs or reuses. The search compiles what the solver
 finds, and corrects the bytes.
 """
@@ -35,18 +32,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from types import EllipsisType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from ..policy import Choice, Choices, GridSpec, Outline, Part
-from .costs import WINDOWED, Costs
-from .kernels import durations, grids
-from .stage import Candidate, PlannedStage
-
-KEEP: Final = None
-WHOLE: Final = "whole"
+from ..policy import GridSpec, Part
+from .costs import Costs
+from .facts import Facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +59,16 @@ class Stretches:
 class Model:
     """What any schedule of an outline costs."""
 
-    def __init__(self, outline: Outline, costs: Costs):
-        self.outline, self.costs = outline, costs
-        parts = outline.parts
-        self.n = len(parts)
-        self.durations = durations(outline, costs)
-        whole = [[d.whole for d in self.durations.get(i, ())] or [0.0, 0.0] for i in range(self.n)]
-        self.forward, self.backward = np.array(whole).T
-        self.held = np.array([p.held_bytes for p in parts], float)
-        self.bytes = np.array([p.bytes if p.tiled else 0 for p in parts], float)
+    def __init__(self, facts: Facts, costs: Costs):
+        self.outline, self.durations, self.costs = facts.outline, facts.durations, costs
+        self.n, parts = facts.n, facts.outline.parts
+        self.forward, self.backward = np.array(facts.forward), np.array(facts.backward)
+        self.held, self.bytes = np.array(facts.held), np.array(facts.bytes)
+        self.reduces = np.array(facts.reduces)
         # A stored result has a cotangent; inside a stretch, only one that is an array has.
-        self.cotangent = np.array(
-            [p.bytes if p.tiled and p.differentiable else 0 for p in parts], float
-        )
-        self.reduces = np.array([p.reduces and not p.tiled for p in parts])
+        self.cotangent = np.array(facts.cotangent)
         readers = [[k for k in range(self.n) if i in parts[k].inputs] for i in range(self.n)]
-        for k in outline.outputs:
+        for k in self.outline.outputs:
             readers[k].append(self.n)
         self.last = np.array([max(r, default=i) for i, r in enumerate(readers)])
         self.first_reader = np.array([min(r, default=self.n) for r in readers])
@@ -91,11 +77,10 @@ class Model:
         for i, found in enumerate(readers):
             for k in sorted(found, reverse=True):
                 self.next_reader[i + 1 : k + 1, i] = k
-        unfused = self.cotangent * np.array([p.made_bytes > 0 for p in parts])
+        unfused = self.cotangent * (np.array(facts.made) > 0)
         crossing = [unfused * self.live(c) for c in range(self.n + 1)]
         # While operation p is differentiated, the cotangents on both of its sides exist.
         self.beside = np.array([np.maximum(a, b).sum() for a, b in itertools.pairwise(crossing)])
-        self.grids = grids(outline)
 
     def live(self, cut: int) -> np.ndarray:
         """Which tiled results are made before a cut and read after it."""
@@ -114,108 +99,16 @@ class Model:
             inner = sorted(inner[i] for i in rank)
         return (0, *inner, self.n)
 
-    def stretches(self) -> Stretches:
+    def stretches(self, grids: Sequence[tuple[int, ...]]) -> Stretches:
         cuts = self.cuts()
-        modes: list[GridSpec] = [KEEP, WHOLE, *self.grids]
+        modes: list[GridSpec] = [None, "whole", *grids]
         shape = (len(modes), len(cuts), len(cuts))
         tables = Stretches(
             cuts, tuple(modes), np.full(shape, np.inf), np.zeros(shape), np.zeros(shape)
         )
         self._plain(tables)
-        self._tiled(tables)
+        self._tiled(tables, grids)
         return tables
-
-    def estimate(self, choices: Choices, source: str = "") -> Candidate:
-        """Time and peak of the schedule that a policy chooses.
-
-        Such a schedule need not store all that is live at a cut: what is missing is computed again
-        where it is needed.
-        """
-        parts = self.outline.parts
-        index = {p.name: k for k, p in enumerate(parts)}
-        ends = sorted((index[n], c) for n, c in choices.items() if not isinstance(n, EllipsisType))
-        ends = [(k, choice) for k, choice in ends if parts[k].tiled]
-        stored = {k for k, _ in ends}
-        on_device = {k for k, choice in ends if choice.place != "host"}
-        kept: set[int] = set()
-        stages: list[PlannedStage] = []
-        rest = choices.get(..., Choice(WHOLE))
-        peak, start = 0.0, 0
-        for end, choice in [*ends, (self.n - 1, rest)]:
-            own = list(range(start, end + 1))
-            if not own:
-                continue
-            again = [] if choice.grid is KEEP else self._missing(own, stored | kept)
-            before = sum(self.bytes[k] for k in on_device if k < start)
-            before += sum(self.held[k] for k in kept - on_device)
-            seconds, working = self._stage(own, again, choice.grid)
-            stages.append(self._planned(own, choice, end in stored, seconds, working))
-            peak = max(peak, before + working)
-            if choice.grid is KEEP:
-                kept |= set(own)
-            start = end + 1
-        total = sum(stage.seconds for stage in stages)
-        moved = WINDOWED * sum(self.bytes[k] for k, choice in ends if choice.place == "host")
-        if moved and self.costs.host_bandwidth:
-            total += moved / self.costs.host_bandwidth
-        return Candidate(tuple(stages), rest, source, total, peak)
-
-    def _planned(
-        self, own: list[int], choice: Choice, stored: bool, seconds: float, working: float
-    ) -> PlannedStage:
-        """A stage whose last result alone may be stored."""
-        parts, last = self.outline.parts, own[-1]
-        names = (parts[last].name,) if stored else ()
-        size = int(self.bytes[last]) if stored else 0
-        return PlannedStage(
-            first=parts[own[0]].name,
-            last=parts[last].name,
-            operations=len(own),
-            grid=choice.grid,
-            stored=names,
-            stored_bytes=size,
-            held_bytes=int(self.held[own].sum()) if choice.grid is KEEP else size,
-            offloaded=names if choice.place == "host" else (),
-            working_bytes=int(working),
-            seconds=float(seconds),
-        )
-
-    def _missing(self, own: list[int], held: set[int]) -> list[int]:
-        """Earlier operations whose results are needed and not held."""
-        found: set[int] = set()
-        pending = list(own)
-        while pending:
-            for i in self.outline.parts[pending.pop()].inputs:
-                if i < own[0] and i not in held and i not in found:
-                    found.add(i)
-                    pending.append(i)
-        return sorted(found)
-
-    def _stage(self, own: list[int], again: list[int], grid: GridSpec) -> tuple[float, float]:
-        """Seconds, and bytes beyond what is stored, of one stage of a schedule."""
-        cut = own[-1] + 1
-        everything = [*again, *own]
-        once = (self.forward + self.backward)[everything].sum() + self.forward[again].sum()
-        alive = self.live(cut)
-        if not isinstance(grid, tuple):
-            redone = 0 if grid is KEEP else self._again(cut)[own].sum() + self.costs.start
-            return once + redone, (np.cumsum(self.held[everything]) + self.beside[everything]).max()
-        parts = self.outline.parts
-        lengths = np.array([p.lengths for p in parts], float)
-        counts = np.array([grid], float)
-        share = self._shares((cut,), alive[None], lengths, counts)[:, 0, 0]
-        tiles = counts.prod()
-        tiled = [k for k in own if parts[k].tiled]  # what follows a last reduction needs no loop
-        awaited = {r for k in tiled for r in parts[k].awaits[-1:] if r >= everything[0]}
-        work, everywhere = self._in_tiles(cut, share, tiles), np.array(everything)
-        ends = [*awaited, everything[-1]]
-        seconds = sum(work[everywhere[everywhere <= end]].sum() for end in ends)
-        tile = (share * self.held)[everything].sum() + 2 * (share * self.bytes)[everything].max()
-        reads = {i for k in everything for i in parts[k].inputs if i < own[0]} - set(again)
-        return (
-            seconds + 2 * len(ends) * tiles * self.costs.loop,
-            tile + self.cotangent[alive].sum() + self.cotangent[list(reads)].sum(),
-        )
 
     def _plain(self, tables: Stretches) -> None:
         """Stretches that are kept, or recomputed whole."""
@@ -256,11 +149,11 @@ class Model:
         found: np.ndarray = seconds * (share > 0) * tiles
         return found
 
-    def _tiled(self, tables: Stretches) -> None:
-        if not self.grids:
+    def _tiled(self, tables: Stretches, grids: Sequence[tuple[int, ...]]) -> None:
+        if not grids:
             return
         parts = self.outline.parts
-        counts = np.array(self.grids, float)
+        counts = np.array(grids, float)
         tiles = counts.prod(1)
         lengths = np.array([p.lengths for p in parts], float)
         # Each reduction that is awaited in tiles, and the first operation that awaits it.

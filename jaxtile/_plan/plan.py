@@ -23,7 +23,7 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     rest: Choice
     source: str
-    """`solver`, `descent`, or the policy of the catalogue that was better."""
+    """`solver` or `descent`: what found it."""
     fingerprint: str
     device: str
     budget: int | None
@@ -86,8 +86,6 @@ class Plan:
         ]
         if self.measured_seconds is not None:
             lines[-1] += f"; a step was run and took {format_ms(self.measured_seconds)} ms"
-        if self.source not in ("solver", "descent"):
-            lines[-1] += f"; this is the policy {self.source!r}"
         lines.append(
             "time is more than operations, which `explain` counts: copies, loops and the slower "
             "kernels of small tiles. Estimated bytes are by a model of the schedule, those of "

@@ -19,21 +19,21 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._amounts import format_bytes, format_ms
 from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import donated
-from ..policy import GridSpec, Outline
+from ..policy import Outline
 from .assignment import Assignments
-from .candidates import as_assignment, assigned, named, portfolio, solved
+from .candidates import as_assignment, assigned, solved
 from .costs import Costs, has_host_memory
 from .descent import Descent
+from .kernels import grids
 from .measuring import step_seconds
 from .model import Model
 from .plan import Plan
@@ -49,7 +49,7 @@ _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
 _COMPARING = 0.05  # of the time of all steps: what finding the fastest schedule may take
-_KINDS = ("solver", "descent", "catalogue")  # of schedules, by where they come from
+_KINDS = ("solver", "descent")  # of schedules, by where they come from
 
 
 class BudgetError(ValueError):
@@ -90,15 +90,9 @@ class Search:
         """`traced`: from a policy to the traced step; from None to the plain one."""
         self.outline, self.traced, self.terms = outline, traced, terms
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
-        self.model = Model(outline, terms.costs)
-        self.tables = self.model.stretches()
-        self.others = [named(self.model, text) for text in portfolio(self.model)]
-        self.descent = Descent(
-            Assignments(outline, terms.costs),
-            self.model.grids,
-            offload=terms.offload and has_host_memory(),
-        )
-        self.spans = Spans(self.descent.costs, self.model.grids)
+        self.costs = Assignments(outline, terms.costs)
+        self.model = Model(self.costs.facts, terms.costs)
+        self._prepare(grids(outline))
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
         self.fixed = _arguments_and_results(traced(None))
@@ -107,7 +101,14 @@ class Search:
         self.compiled: dict[Candidate, Any] = {}
         """As they will run."""
         self.tuning = 0.0  # seconds of the last such compilation
+
+    def _prepare(self, grids: Sequence[tuple[int, ...]]) -> None:
+        """What finds schedules with these grids."""
+        self.grids = grids
         self._smallest: Candidate | None = None
+        self.tables = self.model.stretches(grids)
+        self.descent = Descent(self.costs, grids, offload=self.terms.offload and has_host_memory())
+        self.spans = Spans(self.costs, grids)
 
     def run(self) -> Plan:
         while True:
@@ -209,7 +210,7 @@ class Search:
         """
         wanted = self.budget - self.fixed
         trials = [
-            (c.peak, found.temporaries) for c, found in self.trials.items() if _kind(c) == kind
+            (c.peak, found.temporaries) for c, found in self.trials.items() if c.source == kind
         ]
         if not trials:
             return wanted
@@ -253,16 +254,12 @@ class Search:
 
     def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""
-        tiled = [grid for grid in _grids(candidate) if isinstance(grid, tuple)]
-        if not tiled:
+        grids = [candidate.rest.grid, *(stage.grid for stage in candidate.stages)]
+        used = [grid for grid in self.grids if grid in grids]
+        if not used:
             raise error
-        finest = max(tiled, key=math.prod)
-        for mode, grid in enumerate(self.tables.modes):
-            if grid == finest:
-                self.tables.seconds[mode] = np.inf
-        self.others = [c for c in self.others if finest not in _grids(c)]
-        self.descent.leave_out(finest)
-        self._smallest = None
+        finest = max(used, key=math.prod)
+        self._prepare([grid for grid in self.grids if grid != finest])
 
     def _too_small(self, least: int) -> BudgetError:
         return BudgetError(
@@ -275,26 +272,26 @@ class Search:
     def candidates(self, allowed: Mapping[str, float]) -> list[Candidate]:
         """Schedules within the allowance of their kind."""
         solution = fastest(self.tables, allowed["solver"]) if allowed["solver"] > 0 else None
-        found = [c for c in self.others if c.peak <= allowed["catalogue"]]
+        found: list[Candidate] = []
         begun = []
         if solution is not None:
             candidate = solved(self.model, self.tables, solution)
             assignment = as_assignment(self.model, self.tables, solution)
             # Schedules of both kinds are compared by one estimate.
-            seconds = self.descent.costs.estimate(assignment).seconds
-            found.insert(0, dataclasses.replace(candidate, seconds=seconds))
+            seconds = self.costs.estimate(assignment).seconds
+            found.append(dataclasses.replace(candidate, seconds=seconds))
             begun.append(assignment)
         within = self.spans.fastest(allowed["descent"])
         best = self.descent.fastest(allowed["descent"], begun, within)
-        return found if best is None else [*found, assigned(self.descent, best)]
+        return found if best is None else [*found, assigned(self.costs, best.assignment)]
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
             found = [
                 solved(self.model, self.tables, smallest(self.tables)),
-                assigned(self.descent, self.descent.smallest()),
+                assigned(self.costs, self.descent.smallest().assignment),
             ]
-            self._smallest = min([*found, *self.others], key=lambda c: c.peak)
+            self._smallest = min(found, key=lambda c: c.peak)
         return self._smallest
 
     def _plan(
@@ -314,14 +311,6 @@ class Search:
             plain_bytes=int(self.fixed + self.plain.peak),
             measured_seconds=seconds,
         )
-
-
-def _kind(candidate: Candidate) -> str:
-    return candidate.source if candidate.source in _KINDS else "catalogue"
-
-
-def _grids(candidate: Candidate) -> list[GridSpec]:
-    return [candidate.rest.grid, *(stage.grid for stage in candidate.stages)]
 
 
 def _arguments_and_results(traced: Any) -> int:

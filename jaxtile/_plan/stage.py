@@ -57,6 +57,6 @@ class Candidate:
     rest: Choice
     """For everything that leads to no stored result, such as the loss."""
     source: str
-    """`solver`, or the name of a policy."""
+    """`solver` or `descent`."""
     seconds: float
     peak: float

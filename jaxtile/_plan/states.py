@@ -22,9 +22,16 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from ..policy import GridSpec
+from .._graph.values import Place
+from ..policy import Choice, Choices, GridSpec, Outline
 
 INSIDE, PASSING, RESTORED, KEPT, HOSTED = range(5)
+_STATES: dict[Place, int] = {
+    "device": KEPT,
+    "host": HOSTED,
+    "passing": PASSING,
+    "restored": RESTORED,
+}
 
 
 class Mode(NamedTuple):
@@ -47,3 +54,15 @@ class Assignment:
     """Per operation, what becomes of its result."""
     modes: tuple[Mode, ...]
     """Per operation, how the region is computed that ends with it."""
+
+    @classmethod
+    def of(cls, choices: Choices, outline: Outline) -> Assignment:
+        """What a policy chose. Up to a stored result all is computed on that result's grid."""
+        states, modes, choice = [], [], choices.get(..., Choice("whole"))
+        for part in reversed(outline.parts):
+            stored = part.tiled and part.name in choices
+            choice = choices[part.name] if stored else choice
+            states.append(_STATES[choice.place] if stored else INSIDE)
+            in_tiles = isinstance(choice.grid, tuple) and choice.forward is None
+            modes.append(Mode(choice.grid, tiled_forward=in_tiles))
+        return cls(tuple(states[::-1]), tuple(modes[::-1]))
