@@ -32,7 +32,7 @@ import policies
 from jaxtile._memory import hlo
 from jaxtile._plan.kernels import durations
 from jaxtile._plan.model import Model
-from jaxtile._run.recompute import RECOMPUTED
+from jaxtile._regions.stages import RECOMPUTED
 from jaxtile.policy import Outline
 
 _STEP = "jaxtile_step"
