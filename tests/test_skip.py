@@ -44,13 +44,17 @@ def slide(size=64, first=24, last=40):
 @pytest.fixture
 def computed(monkeypatch):
     """How many tiles of each region are computed, while they are."""
-    counts, evaluate = Counter(), Tile._evaluate
+    counts = Counter()
 
-    def counted(self, windows, globals_, row):
-        jax.debug.callback(lambda: counts.update([self.region.index]))
-        return evaluate(self, windows, globals_, row)
+    def counting(method):
+        def counted(self, *args):
+            jax.debug.callback(lambda: counts.update([self.region.index]))
+            return method(self, *args)
 
-    monkeypatch.setattr(Tile, "_evaluate", counted)
+        return counted
+
+    for method in (Tile.shares, Tile.pullback):
+        monkeypatch.setattr(Tile, method.__name__, counting(method))
     return counts
 
 
