@@ -166,21 +166,6 @@ def test_work(layers):
     assert work(jax.checkpoint_policies.nothing_saveable, tiles=(2, 2)) == pytest.approx(nothing)
 
 
-def test_what_is_not_differentiated_is_not_pulled_back():
-    """Three convolutions, and two gradients of one of them."""
-
-    def stopped(layers, x):
-        (w, _), (v, _) = layers
-        target = jax.lax.stop_gradient(conv(jnp.sin(conv(x, v)), v))
-        return jnp.sum((jnp.sin(conv(x, w)) - target) ** 2)
-
-    args = arguments(2, size=(1, 8, 8, 2), kernel=1)
-    apart = jaxtile.checkpoint(stopped, in_axes=(None, (1, 2)), tiles=(2, 2))
-    gradients = jax.grad(apart, (0, 1))
-    assert convolutions(gradients, *args) == pytest.approx(3 + 2)
-    assert_close(gradients(*args), jax.grad(stopped, (0, 1))(*args))
-
-
 def test_explained():
     explained = tiled(Results((2, 2), "kp", forward=(1, 1))).explain(*arguments(layers=3))
     (first, second, third), text = explained.regions[:3], str(explained)

@@ -33,7 +33,7 @@ from jaxtile._memory import hlo
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.kernels import durations
 from jaxtile._plan.states import Assignment
-from jaxtile._regions.stages import RECOMPUTED
+from jaxtile._run.recompute import RECOMPUTED
 from jaxtile.policy import Outline
 
 _STEP = "jaxtile_step"

@@ -231,8 +231,6 @@ def _cut(x: jax.Array, cut: Cut | None, scalars: Scalars) -> jax.Array:
 
 def known(x: jax.Array, value: jax.Array) -> jax.Array:
     """`x`, of which the value is known, so that a compiler need not compute it."""
-    if plain() == "undifferentiated":
-        return value
     return cast(jax.Array, apply(_KNOWN, x, value))
 
 
@@ -279,12 +277,6 @@ def evaluate(
 
 
 def lookup(env: Mapping[Value, jax.Array], value: Value) -> jax.Array:
-    value = source(env, value)
+    if value not in env and value.base is not None and not value.tiled:
+        return lookup(env, value.base)
     return value.known if value not in env and value.known is not None else env[value]
-
-
-def source(env: Mapping[Value, jax.Array], value: Value) -> Value:
-    """The value whose array is read where this one is asked for."""
-    while value not in env and value.base is not None and not value.tiled:
-        value = value.base
-    return value

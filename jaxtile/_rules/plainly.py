@@ -1,8 +1,8 @@
 """Whether a fast pullback of our own can be used by, and is of use to, the code being traced.
 
 Convolutions, pools and reads of a window have one (see `derivative`). Inside a user's `custom_jvp`
-rule they act on tangents, and JAX must be able to transpose them, which it cannot. What is computed
-and not differentiated, because its pullback is traced apart, has no use for it. There the plain
+rule they act on tangents, and JAX must be able to transpose them, which it cannot. What the
+backward pass computes again, and does not differentiate, has no use for it. There the plain
 primitives are used; if it is differentiated after all, a second time, JAX's own pullbacks do.
 """
 

@@ -13,7 +13,7 @@ from .._graph.values import Node, Storage, Value
 from .._mesh.devices import Devices
 from .._regions.region import Group, Region
 from .._regions.regions import Schedule
-from .._regions.stages import RunStage
+from .._regions.stages import RunStage, stage_runner
 from .._regions.tile import known, lookup
 from .again import Again
 from .loop import Loop
@@ -71,7 +71,7 @@ class _Runner:
     devices: Devices | None
     hosted: Collection[Value]
     """Results that lie in host memory, and nowhere else."""
-    run_stage: RunStage = dataclasses.field(default_factory=RunStage)
+    run_stage: RunStage = dataclasses.field(default_factory=stage_runner)
 
     def run(
         self, steps: Sequence[Node | Region | Group], env: dict[Value, Any], statistics: Statistics

@@ -29,7 +29,7 @@ from jax import lax
 
 from .._graph.values import Value
 from .._regions.region import Region
-from .._regions.stages import RECOMPUTED, RunStage
+from .._regions.stages import RunStage
 from .._regions.targets import Target
 from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype
@@ -37,7 +37,7 @@ from .alike import Work, order, zero
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
 from .in_place import are_parts, chosen, places
 from .ordering import after, barriers_are_removed, on_host, to_host, zeros_after
-from .recompute import Given, Saved
+from .recompute import RECOMPUTED, Given, Saved
 from .slots import Row, Slots, add, write, zeros_on_host
 from .tile import Layout, State, Tile, reducer
 

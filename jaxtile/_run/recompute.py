@@ -24,6 +24,9 @@ from .._rules.manual import as_varying_as
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted
 from .ordering import fetch, on_host, to_device
 
+RECOMPUTED = "rematted_computation"
+"""What `jax.checkpoint` calls its recomputation in the names of operations, and so do we."""
+
 
 class Saved(NamedTuple):
     """What the derivative of a region is computed from."""

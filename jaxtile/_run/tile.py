@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,11 @@ from jax import lax
 from .._geometry import owned
 from .._graph.values import Value
 from .._regions.region import Region
-from .._regions.stages import Program, RunStage
+from .._regions.stages import Program, RunStage, stage_runner
 from .._regions.targets import Target
-from .._regions.tile import Cut, Slot, at, lookup, source
+from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Share, Windows
 from .._rules.accumulation import masked
-from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype
 from .alike import nearly_constant
 from .arrays import (
@@ -81,11 +80,11 @@ class Tile:
             for t in region.targets
         ]
         self._dims = [tuple(self.plan.windows.get(v, {})) for v in region.inputs]
-        program = functools.partial(Program, self.plan, run_stage or RunStage())
+        program = functools.partial(Program, self.plan, run_stage or stage_runner())
         passing = {*select(region.inputs, region.passing)}
         there = {*region.inputs, *region.globals}
         own = {*region.nodes} if region.before else None
-        self._before = program(there - passing, passing, {*region.before})
+        self._before = program(there - passing, passing, {*region.before}, differentiated=False)
         self._program = program(there, {*self.tiles}, own)
 
     def _slots(self, value: Value, windows: Windows) -> Slots:
@@ -155,26 +154,8 @@ class Tile:
     ) -> tuple[list[list[Array]], Pullback]:
         """The operands of each target, and their pullback to what is wanted."""
         windows = self._with_passing(windows, globals_, row)
-        env = environment(self.region, windows, globals_)
-        values = *select(self.region.inputs, wanted[0]), *select(self.region.globals, wanted[1])
-        pull = self._program.pulled(env, row, values)
-        if pull is None:
-            return pulled(self._inline(row), (windows, globals_), wanted)
-        primals = [env[v] for v in values]
-        operands, cut_back = jax.vjp(functools.partial(self._operands, row=row), self._ends(env))
-
-        def pull_all(shares: Any) -> tuple[list[Array], list[Array]]:
-            ends = zip(self.cuts, cut_back(shares)[0], strict=True)
-            given = {source(env, v): c for v, c in ends if c.dtype != jax.dtypes.float0}
-            found = pull(given)
-            cotangents = [
-                found[v] if v in found else as_varying_as(jnp.zeros_like(x), [x])
-                for v, x in zip(values, primals, strict=True)
-            ]
-            n = sum(wanted[0])
-            return cotangents[:n], cotangents[n:]
-
-        return operands, pull_all
+        evaluate = functools.partial(self._evaluate, row=row)
+        return pulled(evaluate, (windows, globals_), wanted)
 
     def tangents(
         self, inputs: Arrays, globals_: Arrays, tangents: Tangents, row: Row
@@ -182,7 +163,7 @@ class Tile:
         """The operands of each target, and their tangents; `inputs` and `tangents` are whole."""
         windows = self._with_passing(self.windows(inputs, row), globals_, row)
         moving = self.windows(tangents[0], row), tangents[1]
-        return pushed(self._inline(row), (windows, globals_), moving)
+        return pushed(functools.partial(self._evaluate, row=row), (windows, globals_), moving)
 
     def _with_passing(self, windows: Arrays, globals_: Arrays, row: Row) -> Arrays:
         """The windows, and those of inputs that are passing computed again."""
@@ -192,30 +173,12 @@ class Tile:
         self._before.run(env, row)
         return [env[v] for v in self.region.inputs]
 
-    def _inline(self, row: Row) -> Callable[[Arrays, Arrays], list[list[Array]]]:
-        """The operands of each target, as a function that JAX differentiates."""
-
-        def evaluated(windows: Arrays, globals_: Arrays) -> list[list[Array]]:
-            env = environment(self.region, windows, globals_)
-            self._program.run_inline(env, row)
-            return self._operands(self._ends(env), row)
-
-        return evaluated
-
     def _evaluate(self, windows: Arrays, globals_: Arrays, row: Row) -> list[list[Array]]:
         """The operands of each target."""
         env = environment(self.region, windows, globals_)
         self._program.run(env, row)
-        return self._operands(self._ends(env), row)
-
-    def _ends(self, env: Mapping[Value, Array]) -> list[Array]:
-        """What operands of targets are cut out of."""
-        return [lookup(env, v) for v in self.cuts]
-
-    def _operands(self, ends: Arrays, row: Row) -> list[list[Array]]:
         cut = {
-            v: x if c is None else c(x, row)
-            for (v, c), x in zip(self.cuts.items(), ends, strict=True)
+            v: lookup(env, v) if c is None else c(lookup(env, v), row) for v, c in self.cuts.items()
         }
         return [[cut[v] for v in t.operands] for t in self.region.targets]
 

@@ -10,7 +10,6 @@ import jax
 
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
-from .._regions.stages import RECOMPUTED
 from .._regions.tile import known, lookup
 from .arrays import (
     Array,
@@ -26,7 +25,7 @@ from .arrays import (
     select,
 )
 from .ordering import after, settled
-from .recompute import Given, Saved
+from .recompute import RECOMPUTED, Given, Saved
 
 Statistics = Mapping[Value, Array]
 """Results of reductions that are known from the first time."""

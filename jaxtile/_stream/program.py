@@ -21,7 +21,7 @@ from .._graph.values import Graph, Node, Storage, Value
 from .._regions.grid import Grid, Tiles, grid_of
 from .._regions.region import Region
 from .._regions.regions import Schedule, schedule_of
-from .._regions.stages import RunStage
+from .._regions.stages import stage_runner
 from .._regions.tile import lookup
 from .._rules import Equation
 from .._schedule import Options, decided
@@ -52,7 +52,7 @@ class Program:
                 f"`tiles` (={options.tiles!r}) must be numbers of tiles: `jaxtile.stream` holds no "
                 "whole arrays; (1, 1) is one tile"
             )
-        active, run_stage = _active(self.graph, self.wanted), RunStage()
+        active, run_stage = _active(self.graph, self.wanted), stage_runner()
         self.steps: list[Pass | Globals] = []
         for _, steps in itertools.groupby(plan.flat, lambda s: isinstance(s, Region)):
             found = list(steps)
