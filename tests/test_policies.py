@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 import policies
+from jaxtile import ops
 
 from .support import assert_close, assert_same, conv, normal, parametrize_few
 
@@ -192,3 +193,18 @@ def test_lower_sets_too_small():
 )
 def test_amounts(text, expected):
     assert policies.parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("factor", [2, 12, 32])
+def test_an_outline_knows_what_an_enlargement_reads(factor):
+    """Also if a small tile needs no more than one position."""
+
+    def fun(image):
+        coarse = checkpoint_name(ops.max_pool(image, window=factor, strides=factor), "coarse")
+        return checkpoint_name(ops.upsample(coarse, factor=factor), "fine")
+
+    image = jax.ShapeDtypeStruct((1, 1536, 768, 1), jnp.float32)
+    *_, fine = jaxtile.policy.outline(fun, image, in_axes=(1, 2)).parts
+    for demand in fine.demands[0]:
+        assert demand.scale == pytest.approx(1 / factor, rel=0.1)
+        assert 0 <= demand.halo <= 2

@@ -106,8 +106,10 @@ class Probe:
 
 
 def _size(length: int) -> int:
-    """A power of two, so that strides divide it; as large as fits twice with room for a halo."""
-    return next((n for n in (16, 8, 4, 2) if 8 * n <= length), 1)
+    """A power of two, so that strides divide it; as large as fits twice with room for a halo, so
+    that of an enlargement more than one position is needed.
+    """
+    return 1 << max(0, (length // 8).bit_length() - 1)
 
 
 def fuses(node: Node) -> bool:
