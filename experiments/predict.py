@@ -42,6 +42,7 @@ import numpy as np
 from absl import flags, logging
 
 import jaxtile
+from jaxtile._amounts import digits
 
 from . import data
 from .data import Scale, range_of
@@ -158,8 +159,8 @@ def _run(options: Any) -> None:
             print(f"warning: {cut}")
         seconds, pixels = time.perf_counter() - began, math.prod(image.shape[:-1]) / 1e6
         print(
-            f"{pixels:.1f} megapixels in {duration(seconds)}, compilation included: "
-            f"{pixels / seconds:.2f} megapixels/s on {jax.devices()[0].device_kind}"
+            f"{digits(pixels)} megapixels in {duration(seconds)}, compilation included: "
+            f"{digits(pixels / seconds)} megapixels/s on {jax.devices()[0].device_kind}"
         )
 
 

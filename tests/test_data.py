@@ -261,7 +261,7 @@ BAD = {
             tifffile.imwrite(f / "images/4.tif", np.zeros((9, 30), np.uint8)),
             pillow.fromarray(np.zeros((9, 30), np.uint8)).save(f / "masks/4.png"),
         ),
-        r"4\.tif: its shape \(9, 30, 1\) is smaller than `size`, \(16, 16\)",
+        r"4\.tif: its shape \(9, 30, 1\) is smaller than `size`, \(16, 16\)$",
     ),
     "channels": (
         lambda f: tifffile.imwrite(
@@ -270,7 +270,7 @@ BAD = {
             photometric="minisblack",
             planarconfig="contig",
         ),
-        r"4\.tif: has 6 channels",
+        r"4\.tif: has 6 channels, .* volume, set `data.dimensions` to 3$",
     ),
     "mask size": (
         lambda f: pillow.fromarray(np.zeros((41, 30), np.uint8)).save(f / "masks/4.png"),
@@ -367,6 +367,8 @@ def test_classes_are_folders(tmp_path):
         assert (label == 0) == (image.mean() >= 20) == dataset.name(i).startswith("cat")
     with pytest.raises(DataError, match=r"2 folders of classes \(cat, dog\), but `classes` is 3"):
         load(path=tmp_path, labels="folders", classes=3)
+    with pytest.raises(DataError, match=r"smaller than `size`, .*; `data.resize` makes images of"):
+        load(path=tmp_path, labels="folders", classes=2, size=1000)
 
 
 @pytest.mark.parametrize(

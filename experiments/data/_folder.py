@@ -302,7 +302,8 @@ class Folder(Dataset):
         check_channels(item.image, shape[-1], self.geometry.channels)
         size = self.geometry.size
         if size is not None and any(n < m for n, m in zip(shape, size, strict=False)):
-            raise DataError(item.image, f"its shape {shape} is smaller than `size`, {size}")
+            hint = "" if self.masks else "; `data.resize` makes images of classes as large"
+            raise DataError(item.image, f"its shape {shape} is smaller than `size`, {size}{hint}")
         if isinstance(item.label, Path):
             self._check_mask(item.image, shape, item.label)
         return Header(shape[:-1], dtype)

@@ -69,7 +69,7 @@ def check_channels(path: Path, found: int, wanted: int) -> None:
         raise ImageError(
             path,
             f"has {found} channels, where {wanted} are wanted (`data.channels`); only grey and "
-            "colours become each other",
+            "colours become each other. For planes of a volume, set `data.dimensions` to 3",
         )
 
 
