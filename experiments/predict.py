@@ -193,7 +193,7 @@ class _Tiles:
             self.now(f"going on: {there} tiles are there already")
 
     def __call__(self, done: int, total: int) -> None:
-        if self.done == 0:
+        if done == self.there + 1:  # the first that was computed, compilation included
             self.began = time.perf_counter()
             self.now("tile by tile")
         self.done, self.total = done, total
@@ -204,7 +204,7 @@ class _Tiles:
 
     def _left(self) -> str:
         """How many tiles; and how long it takes, by those after the first."""
-        if not self.done:
+        if self.done <= self.there:
             return ""
         each = (time.perf_counter() - self.began) / max(1, self.done - self.there - 1)
         return f"tile {self.done}/{self.total}; {duration(each * (self.total - self.done))} left"

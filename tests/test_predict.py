@@ -434,3 +434,17 @@ def test_memory_does_not_grow_with_the_image(tmp_path):
 )
 def test_the_limit_is_that_of_the_tiles_after_the_first(clocks, words):
     assert words in _limit(clocks)
+
+
+def test_the_time_left_is_counted_from_the_first_tile_that_is_computed():
+    """Before it there is compilation, and tiles of a program that was stopped."""
+    with predict._Tiles() as tiles:
+        tiles.go_on(7)
+        for done in range(1, 8):
+            tiles(done, 16)
+        assert (tiles.began, tiles._left()) == (0, "")
+        tiles(8, 16)
+        assert tiles.began > 0
+        tiles(10, 16)
+        tiles.began -= 20
+        assert tiles._left() == "tile 10/16; 1 min 0 s left"

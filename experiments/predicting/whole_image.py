@@ -83,7 +83,8 @@ def segment(
 
     def told(done: int, total: int) -> None:
         progress(done, total)
-        clocks.append((time.perf_counter(), source.seconds, sink.seconds))
+        if done > written.there:
+            clocks.append((time.perf_counter(), source.seconds, sink.seconds))
 
     with written, undone(written.stop):
         progress.go_on(written.there)
