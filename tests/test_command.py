@@ -37,6 +37,12 @@ def test_what_it_refuses(argument, words, monkeypatch):
         main()
 
 
+def test_help_lists_the_flags_of_a_program():
+    command = [sys.executable, "-m", "jaxtile", "train", "--help"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    assert all(f"\n  --{name}: " in told for name in ("config", "workdir", "[no]profile"))
+
+
 def test_a_wheel_has_all_packages():
     found = {
         ".".join(file.parent.relative_to(ROOT).parts)

@@ -18,7 +18,12 @@ from .ending import Signals, sentences
 @functools.cache
 def config_flag() -> flags.FlagHolder:
     """One for all programs, so that they can be imported together."""
-    return config_flags.DEFINE_config_file("config", None, "a file of configs/", lock_config=True)
+    return config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "a file of configs/; --config.train.steps=200 sets a field",
+        lock_config=True,
+    )
 
 
 @functools.cache
@@ -37,6 +42,8 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
     `stopped` is what a user should know who stopped it.
     """
     Signals(stopped)
+    for name in {"config", "workdir", "profile"}.intersection(flags.FLAGS):  # for --help
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
     def parse(argv: Sequence[str]) -> Sequence[str]:
         argv, options = _model_options(_with_config(argv))
