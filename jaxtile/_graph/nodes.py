@@ -29,7 +29,7 @@ Policy = Callable[..., Any]
 class Nodes:
     """What has been made so far; inside a tile, nothing can be stored."""
 
-    def __init__(self, policy: Policy | None = None, in_tile: bool = False):
+    def __init__(self, policy: Policy | None, in_tile: bool):
         self.policy, self.in_tile = policy, in_tile
         self.list: list[Node] = []
         self.stored: dict[Value, Place] = {}

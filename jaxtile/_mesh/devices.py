@@ -73,7 +73,7 @@ class Devices:
 def automatic(
     run: Callable[..., tuple[list[Array], list[P]]],
     flat: Sequence[Any],
-    plain: Callable[..., Any] | None = None,
+    plain: Callable[..., Any] | None,
 ) -> list[Array]:
     """What `run` returns, called so that no array in it has a sharding as part of its type.
 

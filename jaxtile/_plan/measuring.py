@@ -22,6 +22,7 @@ from .costs import Costs, Timing, measured_path
 _LARGEST = 2**28  # elements of an array: beyond 2**31 libraries are slow, and memory is not ours
 _TILES = 4  # along each axis, of the smaller arrays
 _LEAST = 0.02  # seconds that are measured
+_RUNS = 3  # of a step, after the first one
 _LONG = 1.0  # seconds: what is loaded in a first run is nothing beside it
 
 
@@ -74,10 +75,10 @@ def with_measured(outline: Outline, costs: Costs, say: Callable[[str], None]) ->
     return measured
 
 
-def step_seconds(lowered: Any, compiled: Any, repeats: int = 3) -> float:
+def step_seconds(lowered: Any, compiled: Any) -> float:
     """Of a compiled step, on arguments of zeros; the fastest of some runs, or a long one."""
     times: list[float] = []
-    for _ in range(repeats + 1):  # arguments may be donated
+    for _ in range(1 + _RUNS):  # arguments may be donated
         args, kwargs = jax.tree.map(_zeros, lowered.args_info, compiled.input_shardings)
         jax.block_until_ready((args, kwargs))
         begin = time.perf_counter()

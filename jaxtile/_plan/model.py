@@ -40,6 +40,9 @@ from ..policy import GridSpec, Part
 from .costs import Costs
 from .facts import Facts
 
+_CUTS = 94  # inside a network, at most
+_NEARBY = 3  # cuts on either side
+
 
 @dataclasses.dataclass(frozen=True)
 class Stretches:
@@ -87,15 +90,15 @@ class Model:
         made = np.arange(self.n) < cut
         return made & (self.last >= cut) & (self.bytes > 0)
 
-    def cuts(self, most: int = 96) -> tuple[int, ...]:
+    def cuts(self) -> tuple[int, ...]:
         """Where to cut: before tiled operations, where little is live."""
         parts = self.outline.parts
         inner = [c for c in range(1, self.n) if parts[c].tiled or parts[c].reduces]
         # A reduction that follows the result before it is computed along with that.
         inner = [c for c in inner if not parts[c].reduces or not _follows(parts[c], c)]
-        if len(inner) > most - 2:
+        if len(inner) > _CUTS:
             weight = [self.bytes[self.live(c)].sum() for c in inner]
-            rank = np.argsort(_relative(np.array(weight)), kind="stable")[: most - 2]
+            rank = np.argsort(_relative(np.array(weight)), kind="stable")[:_CUTS]
             inner = sorted(inner[i] for i in rank)
         return (0, *inner, self.n)
 
@@ -231,10 +234,10 @@ def _follows(part: Part, position: int) -> bool:
     return all(i >= position - 4 for i in part.inputs)
 
 
-def _relative(weight: np.ndarray, reach: int = 3) -> np.ndarray:
+def _relative(weight: np.ndarray) -> np.ndarray:
     """Weights relative to those nearby, because cuts are wanted everywhere: of each neighbourhood
     those with the least live bytes.
     """
-    padded = np.pad(weight, reach, mode="edge")
-    near = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
+    padded = np.pad(weight, _NEARBY, mode="edge")
+    near = np.lib.stride_tricks.sliding_window_view(padded, 2 * _NEARBY + 1)
     return weight / np.maximum(near.mean(1), 1)

@@ -124,25 +124,12 @@ class Plan:
         if found.pop("jaxtile") != "plan" or found.pop("version") != 1:
             raise ValueError("it was written by another version")
 
-        def grid(g: Any) -> Any:
-            return tuple(g) if isinstance(g, list) else g
+        def with_tuples(fields: Any) -> dict[str, Any]:
+            pairs = dict(fields).items()
+            return {name: tuple(x) if isinstance(x, list) else x for name, x in pairs}
 
-        stages = tuple(
-            PlannedStage(
-                **{
-                    **s,
-                    "grid": grid(s["grid"]),
-                    "stored": tuple(s["stored"]),
-                    "offloaded": tuple(s["offloaded"]),
-                    "passing": tuple(s["passing"]),
-                    "restored": tuple(s["restored"]),
-                    "forward": grid(s["forward"]),
-                }
-            )
-            for s in found.pop("stages")
-        )
-        rest = found.pop("rest")
-        rest = Choice(grid(rest["grid"]), forward=grid(rest.get("forward")))
+        stages = tuple(PlannedStage(**with_tuples(s)) for s in found.pop("stages"))
+        rest = Choice(**with_tuples(found.pop("rest")))
         plan = cls(stages=stages, rest=rest, **found)
         plan._check_types()
         return plan

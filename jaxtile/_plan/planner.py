@@ -164,7 +164,7 @@ class Budget:
         return self._plans[known]
 
 
-def plan_outline(view: Outline, budget: int, skip: bool = False) -> Plan:
+def plan_outline(view: Outline, budget: int, skip: bool) -> Plan:
     """The plan for a function that is known by its outline only, with the default step."""
     known = view.traced
     in_axes = tuple(_as_in_axes(labels, known.rank) for labels in known.in_axes)

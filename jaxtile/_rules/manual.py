@@ -14,7 +14,7 @@ import jax
 from jax import lax
 
 
-def alike(arrays: Sequence[Any], types: Iterable[Any] = ()) -> Sequence[Any]:
+def alike(arrays: Sequence[Any], types: Iterable[Any]) -> Sequence[Any]:
     """The same arrays, all of them varying over all axes that one of them or of the types does."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arrays

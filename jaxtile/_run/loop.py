@@ -54,7 +54,7 @@ class Loop:
     def __init__(
         self,
         region: Region,
-        run_stage: RunStage | None = None,
+        run_stage: RunStage,
         layout: Layout | None = None,
         hosted: Collection[Value] = (),
     ):

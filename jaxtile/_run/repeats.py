@@ -16,6 +16,7 @@ import numpy as np
 from .._graph.values import Value
 from .._regions.region import Region
 from .._regions.regions import Schedule
+from .._regions.stages import stage_runner
 from .._regions.tile import at
 from .alike import nearly_constant, positions
 from .slots import Row, Slots
@@ -28,7 +29,8 @@ class Repeats:
     def __init__(self, plan: Schedule):
         self.inputs = plan.graph.inputs
         skipping = [r for r in plan.regions if r.skips and r.tiled and r.tiles > 1]
-        self.tiles = [(tile, _columns(tile)) for tile in map(Tile, skipping)]
+        tiles = [Tile(region, stage_runner()) for region in skipping]
+        self.tiles = [(tile, _columns(tile)) for tile in tiles]
 
     def __call__(self, arguments: Sequence[Any]) -> dict[int, int]:
         """Per region that may skip tiles, how many; nothing if the arguments are shapes only."""

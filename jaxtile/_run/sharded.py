@@ -41,7 +41,7 @@ from .tile import Layout, reducer
 class Sharded:
     """A region whose inputs and results are arrays of blocks, or whole where nothing is tiled."""
 
-    def __init__(self, region: Region, run_stage: RunStage | None = None):
+    def __init__(self, region: Region, run_stage: RunStage):
         assert region.devices is not None
         self.region, self.devices = region, region.devices
         self.blocks = _Blocks(region)

@@ -19,7 +19,7 @@ from jax import lax
 from .._geometry import owned
 from .._graph.values import Value
 from .._regions.region import Region
-from .._regions.stages import Program, RunStage, stage_runner
+from .._regions.stages import Program, RunStage
 from .._regions.targets import Target
 from .._regions.tile import Cut, Slot, at, lookup
 from .._rules import Reduction, Share, Windows
@@ -63,9 +63,7 @@ class Layout:
 class Tile:
     """What the tiles of a region have in common; `row`, the positions of one of them, differs."""
 
-    def __init__(
-        self, region: Region, run_stage: RunStage | None = None, layout: Layout | None = None
-    ):
+    def __init__(self, region: Region, run_stage: RunStage, layout: Layout | None = None):
         """`run_stage`: shared by all regions that are traced together."""
         assert region.plan is not None
         self.region, self.plan, self.layout = region, region.plan, layout or Layout()
@@ -80,7 +78,7 @@ class Tile:
             for t in region.targets
         ]
         self._dims = [tuple(self.plan.windows.get(v, {})) for v in region.inputs]
-        program = functools.partial(Program, self.plan, run_stage or stage_runner())
+        program = functools.partial(Program, self.plan, run_stage)
         passing = {*select(region.inputs, region.passing)}
         there = {*region.inputs, *region.globals}
         own = {*region.nodes} if region.before else None
