@@ -116,8 +116,9 @@ class Search:
                 self._try(candidate)
             while self._best() is None and (left := self._last_resorts() - self.trials.keys()):
                 self._try(min(left, key=lambda c: c.peak))
+            fits = self._best()
             # If nothing fits, what the error names as the smallest budget must be true as well.
-            chosen = self._best() or min(self._last_resorts(), key=lambda c: self.trials[c].total)
+            chosen = fits or min(self.trials, key=lambda c: self.trials[c].total)
             if self.terms.platform is None:
                 self._try(chosen, as_it_runs=True)
             else:
@@ -127,7 +128,7 @@ class Search:
                 return self._raced(chosen)
             if total <= self.budget:
                 return self._plan(chosen, total)
-            if chosen in self._last_resorts() and self._best() is None:
+            if fits is None:
                 raise self._too_small(total)
 
     def _raced(self, chosen: Candidate) -> Plan:
@@ -172,8 +173,7 @@ class Search:
 
     def _last_resorts(self) -> set[Candidate]:
         """Schedules that are tried if nothing else fits: the smallest by the model; and plain JAX,
-        which can be smaller than every schedule that recomputes. The error names the smaller one's
-        bytes as a budget that works.
+        which can be smaller than every schedule that recomputes.
         """
         return {self.smallest(), solved(self.model, self.tables, self.plain)}
 
