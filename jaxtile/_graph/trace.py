@@ -175,7 +175,8 @@ def call_unchanged(
         raise TilingError(
             f"the function changes its arguments in place: {', '.join(changed)}. This would be "
             "lost. If they are NNX modules or parts of them, use what has the same name in "
-            "`jaxtile.nn`: `jaxtile.nn.checkpoint`; otherwise copy what you change, and return it"
+            "`jaxtile.nn`: `jaxtile.nn.checkpoint`, after `import jaxtile.nn`; otherwise copy what "
+            "you change, and return it"
         )
     return out
 
