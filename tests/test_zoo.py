@@ -297,15 +297,28 @@ def test_keras(keras, name):
     layers, options = KERAS[name]
     network = getattr(keras.applications, name)
     model = network(weights=None, input_shape=(32, 36, 3), include_top=False, **options)
-    model = keras.Model(model.input, model.layers[layers].output)
+    compare_keras(keras.Model(model.input, model.layers[layers].output), normal(0, 2, 32, 36, 3))
+
+
+@pytest.mark.parametrize("name, alpha", [("MobileNet", 0.25), ("MobileNetV2", 0.35)])
+def test_keras_in_full(keras, name, alpha):
+    """Four images of 64 pixels: at the end, statistics of sixteen numbers. Of two they would be
+    nothing but the sign of a difference, and gradients mostly rounding.
+    """
+    options = {"input_shape": (64, 64, 3), "classes": 5, "classifier_activation": None}
+    model = getattr(keras.applications, name)(weights=None, alpha=alpha, **options)
+    compare_keras(model, normal(0, 4, 64, 64, 3))
+
+
+def compare_keras(model, image):
     trained = [v.value for v in model.trainable_variables]
     others = [v.value for v in model.non_trainable_variables]
 
     def apply(trained, x, others):
         return model.stateless_call(trained, others, x, training=True)
 
-    image, axes = normal(0, 2, 32, 36, 3) * 50 + 100, (None, (1, 2), None)
-    assert "f32[2," not in str(jax.make_jaxpr(apply)(trained, image, others))
+    image, axes = image * 50 + 100, (None, (1, 2), None)
+    assert f"f32[{len(image)}," not in str(jax.make_jaxpr(apply)(trained, image, others))
     schedule = {"in_axes": axes, "tiles": (2, 2), "policy": store_convolutions}
     assert_same(apply, trained, image, others, **schedule)
 
