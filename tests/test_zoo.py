@@ -300,13 +300,23 @@ def test_keras(keras, name):
     compare_keras(keras.Model(model.input, model.layers[layers].output), normal(0, 2, 32, 36, 3))
 
 
-@pytest.mark.parametrize("name, alpha", [("MobileNet", 0.25), ("MobileNetV2", 0.35)])
-def test_keras_in_full(keras, name, alpha):
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("MobileNet", {"alpha": 0.25}),
+        ("MobileNetV2", {"alpha": 0.35}),
+        ("ResNet50V2", {}),
+        ("ConvNeXtTiny", {}),
+        ("EfficientNetB0", {}),
+        ("DenseNet121", {}),
+    ],
+)
+def test_keras_in_full(keras, name, options):
     """Four images of 64 pixels: at the end, statistics of sixteen numbers. Of two they would be
-    nothing but the sign of a difference, and gradients mostly rounding.
+    nothing but the sign of a difference, and gradients mostly rounding. A compiler takes minutes.
     """
-    options = {"input_shape": (64, 64, 3), "classes": 5, "classifier_activation": None}
-    model = getattr(keras.applications, name)(weights=None, alpha=alpha, **options)
+    common = {"input_shape": (64, 64, 3), "classes": 5, "classifier_activation": None}
+    model = getattr(keras.applications, name)(weights=None, **common, **options)
     compare_keras(model, normal(0, 4, 64, 64, 3))
 
 
