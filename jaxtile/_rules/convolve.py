@@ -65,10 +65,15 @@ def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any], *, in_loop: bool
 
 
 def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    conv = functools.partial(_by_platform, in_loop)
+    if in_loop and _is_slow_unpadded(params, rhs):
+        return _with_padding(conv, params, lhs, rhs)
+    return conv(params, lhs, rhs)
+
+
+def _by_platform(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     reordered = in_loop and params["dimension_numbers"] != ordered(params, lhs.ndim)
     cpu = _in_order if reordered else _as_given
-    if in_loop and _is_slow_unpadded(params, rhs):
-        cpu = functools.partial(_with_padding, cpu)
     default = _as_given
     if has_large_kernel(params, lhs, rhs):
         default = by_rows
@@ -141,13 +146,13 @@ def _is_restated(params: Mapping[str, Any], lhs: Array, rhs: Array) -> bool:
 
 
 def _is_slow_unpadded(params: Mapping[str, Any], rhs: Array) -> bool:
-    """Has it a window of two dimensions, of more than one position, and no padding at all?"""
+    """Has it a window of two dimensions, of more than one position, and no padding, on a CPU?"""
     kernel = [rhs.shape[d] for d in params["dimension_numbers"].rhs_spec[2:]]
     groups = params["feature_group_count"], params["batch_group_count"]
     plain = {*params["lhs_dilation"], *params["rhs_dilation"], *groups} == {1}
     unpadded = not any(map(any, params["padding"]))
-    slow = jax.__version_info__ < (0, 12) and len(kernel) == 2 and max(kernel) > 1
-    return slow and plain and unpadded
+    slow = jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
+    return slow and len(kernel) == 2 and max(kernel) > 1 and plain and unpadded
 
 
 def _is_transposed(params: Mapping[str, Any]) -> bool:
