@@ -15,7 +15,7 @@ from experiments.program.config import base
 
 
 def get_config():
-    config = base("vgg16", dense=True, width=64)
+    config = base("vgg16", dense=True)
     config.policy = "budget:24GiB"
     config.dtype = "bfloat16"
     config.data.kind = "mosaics"
@@ -27,7 +27,6 @@ def get_config():
     config.train.steps = 50
     config.train.learning_rate = 2e-4
     config.train.warmup_steps = 5
-    config.train.clip_norm = 1.0
     config.eval.every = 25
     config.eval.tile = 4096
     config.checkpoint.every = 25

@@ -67,6 +67,7 @@ start(lambda argv: print(dict(sorted(config_flag().value.model.items())), argv[1
         ("--config.model.dept=4", "error: `model`: the model 'unet' has no option 'dept'; did "),
         ("--config.model.with=4", "Its options are in_channels, classes, channels, depth, "),
         ("--config.model.spatial=two", "error: `model.spatial` (='two') must be as its default, 2"),
+        ("--config.model.norm --config.train.steps=7", "error: --config.model.norm needs a value"),
         ("--config.modle.norm=batch", "has no field 'modle.norm'"),
         ("--config.model.name=vgg16 --config.model.width=4", "'name': 'vgg16'"),
         (

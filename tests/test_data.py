@@ -119,6 +119,10 @@ def test_mosaics():
     assert sorted(np.bincount(squares.ravel())) == [10, 10, 11, 11, 11, 11]
     assert image.std() > 15
     assert not np.array_equal(mask, dataset.example(1, generator(0))[1])
+    with pytest.raises(ValueError, match="at most 255"):  # 255 does not count
+        load(kind="mosaics", classes=256)
+    with pytest.raises(ValueError, match="must be 2 for textures"):
+        load(kind="mosaics", dimensions=3)
 
 
 @pytest.mark.parametrize("label", [0, 1, 2, 4])

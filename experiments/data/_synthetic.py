@@ -98,6 +98,8 @@ class Textures(_Synthetic):
         if classes < 2:
             raise ValueError(f"`classes` (={classes}) must be at least 2")
         super().__init__(*arguments, classes=classes, **keywords)
+        if len(self.shape) != 3:
+            raise ValueError(f"`dimensions` (={len(self.shape) - 1}) must be 2 for textures")
 
     def _draw(self, index: int) -> tuple[np.ndarray, Any]:
         label = (self.start + index) % self.classes
@@ -110,6 +112,11 @@ class Textures(_Synthetic):
 
 class Mosaics(Textures):
     """Eight by eight squares, each a texture of its own; masks say of which class."""
+
+    def __init__(self, *arguments: Any, classes: int, **keywords: Any):
+        if classes > 255:
+            raise ValueError(f"`classes` (={classes}) must be at most 255 for mosaics")
+        super().__init__(*arguments, classes=classes, **keywords)
 
     def _label_shape(self) -> tuple[int, ...]:
         return self.geometry.size

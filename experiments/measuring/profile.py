@@ -220,11 +220,11 @@ def predicted(outline: Outline, policy: Any) -> dict[str, float]:
     # As in tiles: an array that is too long for fast kernels is long only if it is whole.
     found = durations(outline, dataclasses.replace(costs, long=policies.Costs.long)).values()
     forward, backward = (sum(d[i].whole for d in found) for i in (0, 1))
-    again = 0.0
+    seconds = forward + backward
     if isinstance(policy, policies.Plan):
-        again = policy.seconds - forward - backward
+        seconds = policy.seconds
     elif policy is not None:
         chosen = Assignment.of(policy.choose(outline), outline)
-        estimate = Assignments(outline, costs).estimate(chosen)
-        again = max(0.0, estimate.seconds - forward - backward)
+        seconds = Assignments(outline, costs).estimate(chosen).seconds
+    again = max(0.0, seconds - forward - backward)
     return {"forward": forward, "recomputed": again, "backward": backward}

@@ -93,7 +93,10 @@ def _model_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
         if not name.startswith("config.") or field in known:
             rest.append(word)
         elif field.startswith("model.") and "model.name" in known:
-            options[field.removeprefix("model.")] = text if equals else next(words, "")
+            text = text if equals else next(words, "-")
+            if not equals and text.startswith("-"):
+                raise ConfigError(f"{word} needs a value, as {word}=VALUE")
+            options[field.removeprefix("model.")] = text
         else:
             raise ConfigError(f"{paths[-1]} has no field {field!r}{_nearest(field, known)}")
     chosen = [w.partition("=")[2] for w in argv if w.lstrip("-").startswith("config.model.name=")]

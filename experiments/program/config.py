@@ -23,7 +23,8 @@ import policies
 
 OPTIMISERS = ("sgd", "adam", "adamw", "lamb")
 SCHEDULES = ("constant", "cosine", "linear")
-KINDS = ("cells", "mosaics", "textures", "folder")
+DRAWN = ("cells", "mosaics", "textures")
+KINDS = (*DRAWN, "folder")
 TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
 PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
 _PROGRAMS = pathlib.Path(__file__).parents[2]
@@ -185,7 +186,7 @@ def check(config: ConfigDict) -> None:
         "be a smaller and a larger number, as (0, 4095), or () for the range that is found",
     )
     _require(config, "seed", lambda n: 0 <= n < 2**31, "be at least 0 and less than 2**31")
-    if config.eval.size and config.data.kind in ("cells", "mosaics", "textures"):
+    if config.eval.size and config.data.kind in DRAWN:
         raise ConfigError(
             f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
             "`data.size` pixels, and are evaluated whole"

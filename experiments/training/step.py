@@ -271,7 +271,8 @@ class Program:
         self.estimated = estimated_bytes(traced) if self.devices.mesh is None else None
         self.step = traced.lower().compile()
         self.bytes = jaxtile.Bytes.of(self.step).total
-        self.repeats = step.repeats(policy) if step.learner.config.skip and policy else None
+        skips = policy is not None and step.learner.config.skip
+        self.repeats = step.repeats(policy) if skips else None
         self.compile_seconds = time.perf_counter() - began
         self.peak = Peak()
 
