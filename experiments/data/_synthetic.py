@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from . import _textures
 from ._dataset import Dataset, Geometry
-from ._textures import draw_texture
 from ._volumes import draw_volume
 
 _AREA_PER_CELL = 64 * 64 * 0.45
@@ -103,7 +103,7 @@ class Textures(_Synthetic):
 
     def _draw(self, index: int) -> tuple[np.ndarray, Any]:
         label = (self.start + index) % self.classes
-        image = draw_texture(self._generator(index), label, self.classes, *self.shape)
+        image = _textures.draw_texture(self._generator(index), label, self.classes, *self.shape)
         return image, np.int32(label)
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
@@ -128,13 +128,14 @@ class Mosaics(Textures):
         starts = itertools.product(
             *(range(0, n, m) for n, m in zip(mask.shape, sides, strict=True))
         )
+        windows = []
         for number, start in enumerate(starts):
             if number % self.classes == 0:  # all are as frequent as each other, in any order
                 order = rng.permutation(self.classes)
             square = tuple(slice(a, a + m) for a, m in zip(start, sides, strict=True))
-            label, shape = int(order[number % self.classes]), image[square].shape
-            image[square] = draw_texture(rng, label, self.classes, *shape)
-            mask[square] = label
+            mask[square] = label = int(order[number % self.classes])
+            windows += _textures.Texture(rng, label, self.classes, image[square]).windows()
+        _textures.draw(windows)
         return image, mask
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:

@@ -16,12 +16,12 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 _LIGHT_SCALE = 60  # pixels between points of the uneven light
-_COLUMNS = 8192  # of a window, which has `_LIGHT_SCALE` rows
+_COLUMNS = 8192  # of a window with `_LIGHT_SCALE` rows; narrower ones have more rows
 _NOISE = np.random.default_rng(0).standard_normal(2**20, np.float32) * np.float32(12)
 _MANY = 2**22  # pixels that are worth threads
 
@@ -43,10 +43,76 @@ class _Scratch(threading.local):
         return self._integers[number, : math.prod(shape)].reshape(shape)
 
 
-def draw_texture(
-    rng: np.random.Generator, label: int, classes: int, height: int, width: int, channels: int
-) -> np.ndarray:
+def draw_texture(rng: np.random.Generator, label: int, classes: int, *shape: int) -> np.ndarray:
     """Image (H, W, C), uint8: kind `label % 3`, at the angle that `label // 3` says."""
+    image = np.empty(shape, np.uint8)
+    draw(Texture(rng, label, classes, image).windows())
+    return image
+
+
+def draw(windows: Sequence[Window]) -> None:
+    """All of them, on threads if that is worth it."""
+    scratch = _Scratch()
+
+    def one(window: Window) -> None:
+        window.texture.draw(window, scratch)
+
+    if sum(window.size for window in windows) < _MANY:
+        for window in windows:
+            one(window)
+    else:
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "textures") as pool:
+            list(pool.map(one, windows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Part of a texture: at which point of the light it begins; rows; columns; where noise begins
+    for each channel.
+    """
+
+    texture: Texture
+    at: int
+    rows: slice
+    columns: slice
+    noise: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return (self.rows.stop - self.rows.start) * (self.columns.stop - self.columns.start)
+
+
+class Texture:
+    """What its windows have in common; they are drawn in `image`, which may be part of another."""
+
+    def __init__(self, rng: np.random.Generator, label: int, classes: int, image: np.ndarray):
+        height, width, channels = image.shape
+        self.image, self.rng = image, rng
+        self.pattern = _pattern(rng, label, classes, height, width)
+        self.gains = [1.0] if channels == 1 else rng.uniform(0.8, 1.2, channels).tolist()
+        self.light = _Light(rng, height, width)
+
+    def windows(self) -> list[Window]:
+        height, width, channels = self.image.shape
+        places = list(_windows(height, width))
+        last = _NOISE.size - _LIGHT_SCALE * _COLUMNS
+        starts = self.rng.integers(0, last, (len(places), channels))
+        return [Window(self, *place, start) for place, start in zip(places, starts, strict=True)]
+
+    def draw(self, window: Window, scratch: _Scratch) -> None:
+        shade = self.pattern(window.rows, window.columns, scratch)
+        self.light.add_to(shade, window.at, window.columns, scratch)
+        seen = scratch.floats(2, *shade.shape)
+        for channel, (gain, start) in enumerate(zip(self.gains, window.noise, strict=True)):
+            np.multiply(shade, np.float32(gain), out=seen)
+            seen += _NOISE[start : start + shade.size].reshape(shade.shape)
+            np.clip(seen, 0, 255, out=seen)
+            self.image[window.rows, window.columns, channel] = seen
+
+
+def _pattern(
+    rng: np.random.Generator, label: int, classes: int, height: int, width: int
+) -> Pattern:
     level, kind = divmod(label, 3)
     angle = math.pi * (level + rng.uniform(-0.2, 0.2)) / -(-classes // 3)
     period, phases = rng.uniform(9, 14), rng.uniform(0, 2 * math.pi, 2)
@@ -54,19 +120,15 @@ def draw_texture(
     along = Wave(math.cos(angle) * x, math.sin(angle) * y)
     across = Wave(-math.sin(angle) * x, math.cos(angle) * y)
     contrast = rng.uniform(25, 60)
-    pattern: Pattern
     if kind == 2:
         table = contrast * rng.uniform(-1, 1, 64 * 64)
-        pattern = _streaks(along.times(3 / period), across.times(1 / period), table)
-    else:
-        first = along.times(2 * math.pi / period, phases[0])
-        waves = [(contrast, first.times(1, -math.pi / 2))]
-        if kind == 1:  # sin a sin b is half the difference of two cosines
-            second = across.times(math.pi / period, phases[1])
-            waves = [(contrast / 2, first.minus(second)), (-contrast / 2, first.plus(second))]
-        pattern = _gratings(waves)
-    gains = [1.0] if channels == 1 else rng.uniform(0.8, 1.2, channels).tolist()
-    return _drawn(pattern, _Light(rng, height, width), gains, rng, (height, width))
+        return _streaks(along.times(3 / period), across.times(1 / period), table)
+    first = along.times(2 * math.pi / period, phases[0])
+    if kind == 0:
+        return _gratings([(contrast, first.times(1, -math.pi / 2))])
+    # sin a sin b is half the difference of two cosines
+    second = across.times(math.pi / period, phases[1])
+    return _gratings([(contrast / 2, first.minus(second)), (-contrast / 2, first.plus(second))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,48 +207,19 @@ class _Light:
         self.weights = (np.arange(_LIGHT_SCALE, dtype=np.float32) / _LIGHT_SCALE)[:, None]
 
     def add_to(self, window: np.ndarray, at: int, columns: slice, scratch: _Scratch) -> None:
-        """To the rows between the points `at` and the next."""
-        first, second = self.lines[at, columns], self.lines[at + 1, columns]
-        window += first
-        more = scratch.floats(1, *window.shape)
-        window += np.multiply(self.weights[: len(window)], second - first, out=more)
-
-
-def _drawn(
-    pattern: Pattern,
-    light: _Light,
-    gains: list[float],
-    rng: np.random.Generator,
-    size: tuple[int, int],
-) -> np.ndarray:
-    image = np.empty((*size, len(gains)), np.uint8)
-    windows = list(_windows(*size))
-    scratch = _Scratch()
-    starts = rng.integers(0, _NOISE.size - _LIGHT_SCALE * _COLUMNS, (len(windows), len(gains)))
-
-    def draw(number: int) -> None:
-        at, rows, columns = windows[number]
-        shade = pattern(rows, columns, scratch)
-        light.add_to(shade, at, columns, scratch)
-        seen = scratch.floats(2, *shade.shape)
-        for channel, (gain, start) in enumerate(zip(gains, starts[number], strict=True)):
-            np.multiply(shade, np.float32(gain), out=seen)
-            seen += _NOISE[start : start + shade.size].reshape(shade.shape)
-            np.clip(seen, 0, 255, out=seen)
-            image[rows, columns, channel] = seen
-
-    if math.prod(size) < _MANY:
-        for number in range(len(windows)):
-            draw(number)
-    else:
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "textures") as pool:
-            list(pool.map(draw, range(len(windows))))
-    return image
+        """To rows that begin at the point `at`."""
+        for line, top in enumerate(range(0, len(window), _LIGHT_SCALE), start=at):
+            first, second = self.lines[line, columns], self.lines[line + 1, columns]
+            rows = window[top : top + _LIGHT_SCALE]
+            rows += first
+            more = scratch.floats(1, *rows.shape)
+            rows += np.multiply(self.weights[: len(rows)], second - first, out=more)
 
 
 def _windows(height: int, width: int) -> Iterator[tuple[int, slice, slice]]:
-    """Between which points of the light; rows; columns."""
-    for at, top in enumerate(range(0, height, _LIGHT_SCALE)):
+    """At which point of the light they begin; rows; columns."""
+    lines = max(1, _COLUMNS // width)
+    for at in range(0, -(-height // _LIGHT_SCALE), lines):
         for left in range(0, width, _COLUMNS):
-            rows = slice(top, min(top + _LIGHT_SCALE, height))
+            rows = slice(at * _LIGHT_SCALE, min((at + lines) * _LIGHT_SCALE, height))
             yield at, rows, slice(left, min(left + _COLUMNS, width))

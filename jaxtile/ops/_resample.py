@@ -27,10 +27,11 @@ def upsample(x: jax.Array, *, factor: Size = 2, method: str = "nearest") -> jax.
     if method not in ("nearest", "bilinear"):
         raise ValueError(f"`method` (={method!r}) must be 'nearest' or 'bilinear'")
     for axis, times in enumerate(per_axis("factor", factor, x.ndim - 2), start=1):
-        if times > 1:
-            phases = [x] * times if method == "nearest" else _linear(x, axis, times)
+        if times > 1 and method == "nearest":
+            x = jnp.repeat(x, times, axis)
+        elif times > 1:
             shape = (*x.shape[:axis], x.shape[axis] * times, *x.shape[axis + 1 :])
-            x = jnp.stack(phases, axis + 1).reshape(shape)
+            x = jnp.stack(_linear(x, axis, times), axis + 1).reshape(shape)
     return x
 
 
