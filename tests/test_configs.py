@@ -19,7 +19,7 @@ FILES = sorted(pathlib.Path(__file__).parent.parent.glob("configs/[!_s]*.py"))
 
 def test_all_are_there():
     names = "alexnet local_cnn quickstart resnet50_large unet_572 unet_cells unet_volume"
-    assert [file.stem for file in FILES] == [*names.split(), "vgg16_gigapixel", "vgg16_mosaic"]
+    assert [file.stem for file in FILES] == [*names.split(), "vgg16_gigapixel"]
 
 
 @parametrize_few("file", FILES, always=3, ids=lambda file: file.stem)

@@ -94,6 +94,19 @@ def test_near_the_best_of_all_assignments():
         assert found.seconds <= 1.05 * best
 
 
+def test_never_slower_than_all_in_tiles_of_one_grid():
+    """What nothing spans is in host memory then. Walks from what is fast alone end before it."""
+    costs, grids = assignments(layers=10, size=2048), [(2, 2), (4, 4), (8, 8)]
+    descent = Descent(costs, grids, offload=True)
+    states = [HOSTED if k in costs.facts.joints else INSIDE for k in range(costs.facts.n)]
+    for grid in grids:
+        modes = (Mode(grid, tiled_forward=True),) * costs.facts.n
+        simple = costs.estimate(Assignment(tuple(states), modes))
+        found = descent.fastest(simple.peak)
+        assert found.peak <= simple.peak
+        assert found.seconds <= simple.seconds
+
+
 def test_less_memory_never_costs_less_time():
     descent = Descent(assignments(layers=6), [(2, 2), (4, 4)])
     most = descent.fastest(float("inf")).peak

@@ -142,6 +142,8 @@ def make_repeatable(folder: pathlib.Path, deterministic: bool) -> None:
         kind += f"-{zlib.crc32(''.join(features).encode()):08x}"
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute() / "compiled" / kind))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    # Its other file, of kernels, led to CUDA errors.
+    jax.config.update("jax_persistent_cache_enable_xla_caches", _ALGORITHMS)
 
 
 def _fix_order(file: pathlib.Path) -> None:

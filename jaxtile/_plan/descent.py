@@ -16,17 +16,16 @@ better. The random numbers are the same each time, and so is the plan.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..policy import GridSpec
 from .assignment import Assignments
-from .facts import Facts
+from .groups import Span, groups, split, zones
 from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 T = TypeVar("T")
@@ -76,15 +75,6 @@ class Walk:
         return min(fits, key=lambda f: f.seconds, default=None)
 
 
-class Span(NamedTuple):
-    """Operations between two results that nothing else spans, and that are kept."""
-
-    begin: int | None
-    """The first of them; None: the network begins here."""
-    own: Sequence[int]
-    end: int | None
-
-
 class Descent:
     """Assignments of an outline, or of a span of it, for any allowance of memory."""
 
@@ -102,9 +92,9 @@ class Descent:
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
         self.modes = [Mode(None), Mode("whole"), Mode((1,) * self.facts.rank)]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
-        self.groups = list(_groups(self.facts, self.span).values())
-        self.zones = list(_zones(self.facts, self.span))
-        self.blocks = [b for zone in self.zones for b in _split(zone, self.facts.joints)]
+        self.groups = list(groups(self.facts, self.span).values())
+        self.zones = list(zones(self.facts, self.span))
+        self.blocks = [b for zone in self.zones for b in split(zone, self.facts.joints)]
         self.moves = list(self._decisions(single=False))
         self._seen: dict[tuple[tuple[int, ...], tuple[Mode, ...]], Found] = {}
         self._walks = [Walk() for _ in self._starts()]
@@ -127,6 +117,8 @@ class Descent:
             for walk in self._walks:
                 walk.to(_BEYOND * allowed)
                 begun += [f for f in (walk.fastest(allowed),) if f is not None]
+            looping = (f for f in map(self._look, self._loops()) if f.peak <= allowed)
+            begun += sorted(looping, key=lambda f: f.seconds)[:1]
         if not begun:
             return None
         begun = [self._improved(f, allowed, single=False) for f in dict.fromkeys(begun)]
@@ -194,6 +186,18 @@ class Descent:
         yield self._normal([INSIDE] * n, [Mode(None)] * n)
         kept = [KEPT if k in self.facts.joints else INSIDE for k in range(n)]
         yield self._normal(kept, [Mode("whole")] * n)
+
+    def _loops(self) -> Iterator[Assignment]:
+        """All in tiles of one grid, between results that nothing spans. Walks may not get there: if
+        not even one result fits whole, several of them have to change together.
+        """
+        for mode in self.modes:
+            if mode.loops and all(self._enough(zone, mode.grid) for zone in self.zones):
+                for state in self.states[KEPT:]:
+                    states = [
+                        state if k in self.facts.joints else INSIDE for k in range(self.facts.n)
+                    ]
+                    yield self._normal(states, [mode] * self.facts.n)
 
     def _descend(self, start: Assignment, seen: list[Found]) -> Iterator[Found]:
         """Give up as little time per byte as possible, until nothing gets smaller.
@@ -309,52 +313,3 @@ def _replaced(items: Sequence[T], members: Sequence[int], item: T) -> list[T]:
 def _price(slower: float, saved: float) -> float:
     """Seconds per byte that a move costs; if it costs none, the more bytes the better."""
     return slower / saved if slower > 0 else slower * saved
-
-
-def _groups(facts: Facts, span: Span) -> dict[object, list[int]]:
-    """Operations whose results may be whole, by kind and shape."""
-    groups: dict[object, list[int]] = {}
-    for k in span.own:
-        operation = facts.outline.parts[k].operation
-        if facts.tiled[k] and facts.held[k] > 0 and k != span.end:
-            key = (
-                operation.kind,
-                operation.output.shape,
-                operation.macs,
-                len(facts.inputs[k]),
-            )
-            groups.setdefault(key, []).append(k)
-    return groups
-
-
-def _zones(facts: Facts, span: Span) -> Iterator[list[int]]:
-    """Neighbouring operations on arrays of one size. Reductions belong to what they follow."""
-    whole = len(span.own) == len(facts.parts)
-    operations = range(facts.n) if whole else range(span.own[0], span.own[-1] + 1)
-    for _, zone in itertools.groupby(operations, key=_Lengths(facts)):
-        yield list(zone)
-
-
-def _split(zone: list[int], ends: Collection[int]) -> Iterator[list[int]]:
-    """The parts of a zone between results that nothing spans."""
-    block: list[int] = []
-    for k in zone:
-        block.append(k)
-        if k in ends:
-            yield block
-            block = []
-    if block:
-        yield block
-
-
-class _Lengths:
-    """The size of the arrays that an operation works on; of a small one, that before it."""
-
-    def __init__(self, facts: Facts):
-        self.facts = facts
-        self.last: tuple[int, ...] = ()
-
-    def __call__(self, k: int) -> tuple[int, ...]:
-        if self.facts.tiled[k] or self.facts.reduces[k]:
-            self.last = self.facts.outline.parts[k].lengths
-        return self.last

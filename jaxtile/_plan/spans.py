@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .assignment import Assignments
-from .descent import Descent, Found, Span
+from .descent import Descent, Found
 from .facts import Facts
+from .groups import Span
 from .model import Stretches
 from .solver import fastest
 from .states import INSIDE, Assignment, Mode
