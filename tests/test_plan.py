@@ -22,6 +22,7 @@ from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
 from jaxtile._plan.facts import Facts
 from jaxtile._plan.kernels import grids
+from jaxtile._plan.measuring import unknown
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import Search, Terms
@@ -673,6 +674,19 @@ def test_measured(tmp_path, monkeypatch):
     assert not any("timing" in line for line in lines)
     assert again.device == found.device
     assert policies.Plan.from_json(found.as_json()) == found
+
+
+def test_what_takes_no_time_is_not_timed():
+    def loss(kernel, last, image):
+        image = jax.lax.conv(jax.lax.conv(image, kernel, (1, 1), "SAME"), last, (1, 1), "SAME")
+        return jnp.mean(image**2)
+
+    shapes = [(64, 64, 5, 5), (1, 64, 1, 1), (1, 64, 512, 512)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    view = jaxtile.policy.outline(loss, *args, in_axes=(None, None, (2, 3)))
+    assert len(unknown(view, BUILT_IN["cpu"])) == 2
+    (one,) = unknown(view, BUILT_IN["cpu"], least=0.01)
+    assert "[64,64,5,5]" in one
 
 
 def test_few_steps_are_not_worth_a_comparison(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ as the network's, and on some as large as a tile of them.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,23 +19,31 @@ import numpy as np
 from .._graph.sample import Sample
 from ..policy import Outline
 from .costs import Costs, Timing, measured_path
+from .kernels import durations
 
 _LARGEST = 2**28  # elements of an array: beyond 2**31 libraries are slow, and memory is not ours
 _TILES = 4  # along each axis, of the smaller arrays
+_SHARE = 1e-3  # of a step: if it takes ten times as long as estimated, that is still little
 _LEAST = 0.02  # seconds that are measured
 _RUNS = 3  # of a step, after the first one
 _LONG = 1.0  # seconds: what is loaded in a first run is nothing beside it
 
 
-def unknown(outline: Outline, costs: Costs) -> dict[str, Sample]:
-    """The largest sample of each class that a table has no times of."""
+def unknown(outline: Outline, costs: Costs, least: float = 0.0) -> dict[str, Sample]:
+    """The largest sample of each class that a table has no times of, and that is estimated to take
+    at least this share of the time of all.
+    """
     found: dict[str, Sample] = {}
-    for part in outline.parts:
+    seconds: dict[str, float] = collections.defaultdict(float)
+    estimated = durations(outline, costs)
+    for k, part in enumerate(outline.parts):
         sample = part.sample
         if sample is not None and sample.shape_class not in costs.classes:
-            known = found.setdefault(sample.shape_class, sample)
-            found[sample.shape_class] = max(known, sample, key=Sample.positions)
-    return found
+            name = sample.shape_class
+            found[name] = max(found.get(name, sample), sample, key=Sample.positions)
+            seconds[name] += sum(d.whole for d in estimated.get(k, ()))
+    all_of_them = sum(d.whole for both in estimated.values() for d in both)
+    return {name: sample for name, sample in found.items() if seconds[name] >= least * all_of_them}
 
 
 def timings(samples: Mapping[str, Sample]) -> Iterator[tuple[str, tuple[Timing, ...]]]:
@@ -62,7 +71,7 @@ def _largest(sample: Sample, smaller: int) -> int:
 
 def with_measured(outline: Outline, costs: Costs, say: Callable[[str], None]) -> Costs:
     """The table, and times of what it did not know; written where the planner looks."""
-    samples, began = unknown(outline, costs), time.perf_counter()
+    samples, began = unknown(outline, costs, _SHARE), time.perf_counter()
     if not samples:
         return costs
     say(f"plan: timing {len(samples)} kinds of operations that the table of costs does not have")
