@@ -305,6 +305,7 @@ def test_keras(keras, name):
     [
         ("MobileNet", {"alpha": 0.25}),
         ("MobileNetV2", {"alpha": 0.35}),
+        ("ResNet50", {}),
         ("ResNet50V2", {}),
         ("ConvNeXtTiny", {}),
         ("EfficientNetB0", {}),
