@@ -27,7 +27,9 @@ from ._lazy import Lazy, stacked
 
 _MOST_THREADS = 16
 _MOST_AHEAD = 2 * 2**30
-"""Bytes of batches that are made ahead of time, if more than two are."""
+"""Bytes of batches that are made ahead of time, if more than two are, to keep threads at work."""
+_EARLY = 2**28
+"""And so that the first steps need not wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Batches:
       seed: of the order, the windows and the augmentation.
       start: the first step.
       prefetch: batches that are made ahead of time, on threads, an example on each; 0: none. By
-        default two, or so many more as keep all threads at work within 2 GiB.
+        default two, or so many more as keep all threads at work within 2 GiB, and up to an epoch
+        within 256 MiB: what is drawn or decoded slowly is made while the step compiles.
       lazy: images, and what there is a label of for each position, stay on disk, and can be read by
         window until they are deleted.
     """
@@ -69,7 +72,8 @@ class Batches:
         if lazy:
             prefetch = 1
         if prefetch is None:
-            prefetch = max(2, _ahead(dataset) // max(1, batch_size))
+            early = min(len(dataset), _EARLY // _bytes(dataset))
+            prefetch = max(2, max(early, _ahead(dataset)) // max(1, batch_size))
         if batch_size < 1 or start < 0 or prefetch < 0:
             raise ValueError(
                 f"`batch_size` (={batch_size}) must be positive, `start` (={start}) and `prefetch` "
@@ -228,9 +232,13 @@ def _threads() -> int:
 
 def _ahead(dataset: Dataset) -> int:
     """Examples that keep all threads at work, within the memory for them."""
-    size = math.prod(dataset.shape) * dataset.dtype.itemsize
-    size += math.prod(dataset.label_shape) * dataset.label_dtype.itemsize
-    return min(_threads(), _MOST_AHEAD // size)
+    return min(_threads(), _MOST_AHEAD // _bytes(dataset))
+
+
+def _bytes(dataset: Dataset) -> int:
+    """Of an example."""
+    image = math.prod(dataset.shape) * dataset.dtype.itemsize
+    return image + math.prod(dataset.label_shape) * dataset.label_dtype.itemsize
 
 
 def _stacked(dataset: Dataset, step: int, examples: list, count: int | None = None) -> Batch:
