@@ -506,6 +506,22 @@ def test_an_epoch_has_every_example_once(masks):
     assert names[:6] != names[6:]
 
 
+def test_an_epoch_is_made_before_anybody_asks_for_it(masks, monkeypatch):
+    dataset, all_read, read = load(path=masks), threading.Event(), set()
+    before = dataset.good_example
+
+    def counted(index, rng):
+        read.add(index)
+        if len(read) == len(dataset):
+            all_read.set()
+        return before(index, rng)
+
+    monkeypatch.setattr(dataset, "good_example", counted)
+    with data.Batches(dataset, 1, seed=0) as batches:
+        batches.begin()
+        assert all_read.wait(60)
+
+
 def test_an_error_comes_at_its_step(masks):
     dataset = load(path=masks, seed=1)
     with data.Batches(dataset, 1, seed=0, prefetch=0) as batches:
