@@ -1,4 +1,4 @@
-"""The schedule of a function whose scans over rematerialised layers stay scans.
+"""The schedule of a function whose scans over layers stay scans.
 
 The body of such a scan is a tiled function by itself, with a schedule of its own: see
 `_graph/layers.py`. What the policies of the function and of its `jax.checkpoint`s save inside the
@@ -12,17 +12,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
-from ._derivatives.guard import once
+from ._derivatives.scanned import Layer, scanned
 from ._graph.build import build_layers
 from ._graph.inline import bodies, plain_call
+from ._graph.layers import Remat
 from ._graph.nodes import Policy, place
 from ._graph.trace import Traced
 from ._regions.grid import Tiles
 from ._regions.regions import Schedule, schedule_of
 from ._rules import Axes
-from ._rules.derivative import only_backwards
 from ._run.execute import execute
 
 
@@ -35,16 +35,25 @@ class LayerBody:
     def __call__(self, *flat: jax.Array) -> list[jax.Array]:
         return execute(self.schedule, flat)
 
-    def outside(self, flat: Sequence[jax.Array]) -> list[jax.Array]:
-        rules = any(node.is_call for node in self.schedule.graph.nodes)
-        if not rules or jax.__version_info__ >= (0, 12):
-            return list(flat)
-        floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in flat]
-        return [once(only_backwards(x)) if f else x for x, f in zip(flat, floats, strict=True)]
+    def scan(
+        self, layer: Layer, operands: Sequence[list[Any]], options: Mapping[str, Any], again: bool
+    ) -> tuple[list[Any], list[Any]]:
+        if jax.__version_info__ < (0, 12) and self.calls:
+            return scanned(layer, operands, options, again)
+        run = jax.checkpoint(layer, prevent_cse=False) if again else layer
+        consts, carry, xs = operands
+        found: tuple[list[Any], list[Any]] = lax.scan(
+            lambda carry, xs: run(consts, carry, xs), carry, xs, **options
+        )
+        return found
 
     @property
     def out_axes(self) -> list[Axes]:
         return [v.axes for v in self.schedule.graph.outputs]
+
+    @property
+    def calls(self) -> bool:
+        return any(node.is_call for node in self.schedule.graph.nodes)
 
     @property
     def keeps(self) -> bool:
@@ -57,17 +66,16 @@ def layered(
     """The schedule of a traced function, and those of the bodies of such scans in it."""
     inside: set[str] = set()
 
-    def in_tiles(
-        body: Any, in_axes: Sequence[Axes], policies: Sequence[Policy]
-    ) -> LayerBody | None:
-        inside.update(named := {*_names(body)})
+    def in_tiles(body: Any, in_axes: Sequence[Axes], remat: Remat) -> LayerBody | None:
+        named = {*_names(body)}
         names = [f"layer's argument {i}" for i in range(len(in_axes))]
         layer = dataclasses.replace(
             traced, jaxpr=body.jaxpr, consts=body.consts, names=names, in_axes=list(in_axes)
         )
-        either = _either([*([] if policy is None else [policy]), *policies])
-        grids = _of_layer(tiles, named)
+        either = _either([*([] if policy is None else [policy]), *remat.policies])
+        grids = _of_layer(tiles, named, remat.complete)
         found = LayerBody(layered(layer, either, grids, skips, is_layer=True))
+        inside.update(named)
         # Nothing is sent to the host from within a scan.
         return None if "host" in found.schedule.stored.values() else found
 
@@ -88,12 +96,15 @@ def _either(policies: Sequence[Policy]) -> Policy:
     return policy
 
 
-def _of_layer(tiles: Tiles, named: Collection[str]) -> Tiles:
-    """The grids of a layer with these names in it; recomputed, as its author wants it."""
+def _of_layer(tiles: Tiles, named: Collection[str], recomputed: bool) -> Tiles:
+    """The grids of a layer with these names in it; recomputed, if its author wants it."""
+
+    def own(grid: Any) -> Any:
+        return "whole" if grid is None and recomputed else grid
+
     if isinstance(tiles, Mapping):
-        own = {key: grid for key, grid in tiles.items() if key is ... or key in named}
-        return {key: "whole" if grid is None else grid for key, grid in own.items()}
-    return "whole" if tiles is None else tiles
+        return {key: own(grid) for key, grid in tiles.items() if key is ... or key in named}
+    return own(tiles)
 
 
 def _names(jaxpr: Any) -> Iterator[str]:

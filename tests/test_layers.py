@@ -1,18 +1,20 @@
-"""Scans over layers that their author rematerialises: they stay scans, of layers in tiles."""
+"""Scans over layers: they stay scans, of layers in tiles."""
 
-import flax.linen as nn
+import random
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import jaxtile
 
-from .meshes import devices, on
-from .support import assert_close, conv, results
+from .interpreter import interpret
+from .meshes import on
+from .random_layers import check, draw
+from .random_rules import surrogate
+from .support import assert_close, conv, parametrize_few, results, scalar
 
 KEYS = jax.random.split(jax.random.key(4), 3)
 WEIGHTS = (
@@ -43,49 +45,93 @@ def over_layers(layer, **options):
     return network
 
 
-def carries(w, x):
+def carries(remat):
     """Arrays that a layer makes tiled, numbers, integers; and an array that every layer reads."""
-    image = conv(x, w[0])
 
-    def layer(carry, w):
-        x, y, total, count = carry
-        x = conv(x + y, w) + image * jnp.cos(total)
-        return (x, jnp.sin(x), total + x.mean(), count + 1), (x[..., 0], count)
+    def network(w, x):
+        image = conv(x, w[0])
 
-    start = image, jnp.zeros(image.shape), 0.0, 0
-    return lax.scan(jax.checkpoint(layer), start, w[1], reverse=True)
+        def layer(carry, w):
+            x, y, total, count = carry
+            x = conv(x + y, w) + image * jnp.cos(total)
+            return (x, jnp.sin(x), total + x.mean(), count + 1), (x[..., 0], count)
+
+        start = image, jnp.zeros(image.shape), 0.0, 0
+        return lax.scan(remat(layer), start, w[1], reverse=True)
+
+    return network
 
 
-def wide(w, x):
+def wide(remat):
     """Halos wider than a tile, and an array for each layer."""
-    images = conv(x, w[0]) * jnp.arange(1.0, 4)[:, None, None, None, None]
-    layer = jax.checkpoint(lambda x, a: (conv(x, a[0], rhs_dilation=(5, 4)) + a[1], None))
-    return lax.scan(layer, jnp.sin(images[0]), (w[1], images))[0]
+
+    def network(w, x):
+        images = conv(x, w[0]) * jnp.arange(1.0, 4)[:, None, None, None, None]
+        layer = remat(lambda x, a: (conv(x, a[0], rhs_dilation=(5, 4)) + a[1], None))
+        return lax.scan(layer, jnp.sin(images[0]), (w[1], images))[0]
+
+    return network
 
 
-def scans_of_scans(w, x):
-    inner = jax.checkpoint(residual)
-    outer = jax.checkpoint(lambda x, w: lax.scan(inner, x, w))
-    return lax.scan(outer, conv(x, w[0]), jnp.stack([w[1], w[1][::-1]]))
+def scans_of_scans(remat):
+    def network(w, x):
+        inner = remat(residual)
+        outer = remat(lambda x, w: lax.scan(inner, x, w))
+        return lax.scan(outer, conv(x, w[0]), jnp.stack([w[1], w[1][::-1]]))
+
+    return network
 
 
-NETWORKS = dict(
-    normed=over_layers(jax.checkpoint(residual)), carries=carries, wide=wide, nested=scans_of_scans
+def dropout(remat):
+    """A key for each layer, and a layer that is left out at random."""
+
+    def network(w, x):
+        def layer(x, a):
+            key, w = a
+            y = jnp.where(jax.random.bernoulli(key, 0.7, x.shape), jax.nn.relu(conv(x, w)), 0)
+            return x + lax.cond(jax.random.bernoulli(key), lambda y: y, jnp.zeros_like, y), None
+
+        return lax.scan(remat(layer), conv(x, w[0]), (jax.random.split(KEYS[0], 3), w[1]))
+
+    return network
+
+
+def plain(layer):
+    return layer
+
+
+MADE = dict(
+    normed=lambda remat: over_layers(remat(residual)),
+    carries=carries,
+    wide=wide,
+    nested=scans_of_scans,
+    dropout=dropout,
 )
+NETWORKS = {name: make(plain) for name, make in MADE.items()}
+REMATERIALISED = {name: make(jax.checkpoint) for name, make in MADE.items()}
+SOME = jax.checkpoint_policies.save_only_these_names("hidden")
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["normed", *(pytest.param(n, marks=pytest.mark.slow) for n in NETWORKS if n != "normed")],
-)
-def test_exact(name):
-    network = NETWORKS[name]
+@parametrize_few("remat", [plain, jax.checkpoint])
+@parametrize_few("name", MADE)
+def test_exact(name, remat):
+    network = MADE[name](remat)
     tiled = jaxtile.checkpoint(network, **TILED)
     assert len(tiled.explain(*ARGUMENTS).scans) == 1
     assert_close(results(tiled, ARGUMENTS), results(network, ARGUMENTS))
 
 
+@parametrize_few("seed", range(5))
+def test_random_layers(seed):
+    chance = random.Random(seed)
+    for _ in range(6):
+        case = draw(chance)
+        assert check(case) in ("exact, scan", "exact, unrolled", "ill-conditioned"), case
+    jax.clear_caches()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("networks", [NETWORKS, REMATERIALISED], ids=["plain", "rematerialised"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,11 +143,11 @@ def test_exact(name):
     ],
     ids=str,
 )
-def test_exact_with(options):
+def test_exact_with(options, networks):
     options = {**TILED, **options}
     if "policy" in options:
         options["policy"] = jax.checkpoint_policies.save_only_these_names(options["policy"])
-    network = NETWORKS["normed"]
+    network = networks["normed"]
     tiled = jaxtile.checkpoint(network, **options)
     assert len(tiled.explain(*ARGUMENTS).scans) == 1
     assert_close(results(tiled, ARGUMENTS), results(network, ARGUMENTS))
@@ -118,34 +164,44 @@ def test_layers_smaller_than_the_grid():
     assert found.scans[0].layer.regions[-1].grid == (4, 3)
 
 
-def test_nothing_grows_with_depth():
-    tiled = jaxtile.checkpoint(NETWORKS["normed"], **TILED)
+def equations(jaxpr):
+    """How many there are, with those of inner programs."""
+    inner = (e for eqn in jaxpr.eqns for e in jax.tree.leaves(list(eqn.params.values())))
+    found = (getattr(e, "jaxpr", e) for e in inner)
+    return len(jaxpr.eqns) + sum(equations(e) for e in found if hasattr(e, "eqns"))
 
-    def lines(depth):
+
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.relu], ids=["tanh", "relu"])
+def test_nothing_grows_with_depth(activation):
+    def layer(x, w):
+        return x + activation(normed(conv(x, w))), None
+
+    def size(depth, **options):
         shapes = WEIGHTS[0], jax.ShapeDtypeStruct((depth, *WEIGHTS[1].shape[1:]), float)
+        tiled = jaxtile.checkpoint(over_layers(layer, **options), **TILED)
         step = jax.grad(lambda *args: tiled(*args)[0].sum())
-        return str(jax.make_jaxpr(step)(shapes, IMAGE)).count("\n")
+        return equations(jax.make_jaxpr(step)(shapes, IMAGE).jaxpr)
 
-    assert lines(100) == lines(900)
+    assert size(3) == size(900)
+    assert size(3, unroll=True) > size(2, unroll=True) > size(3)
 
 
 def test_what_is_stored():
     """Outputs of every layer, and what the policy inside saves."""
-    saves = jax.checkpoint_policies.save_only_these_names("hidden")
-    saving = over_layers(jax.checkpoint(residual, policy=saves))
-    plain, stored = (
+    saving = over_layers(jax.checkpoint(residual, policy=SOME))
+    kept, stored = (
         jaxtile.explain(f, *ARGUMENTS, **TILED).scans[0] for f in (NETWORKS["normed"], saving)
     )
     carry = 2 * 7 * 6 * 4 * 8
-    assert plain.layers == 3
-    assert plain.layer.stored_bytes == carry + 3 * 4 * 8 + 8  # statistics, and a mean
-    assert stored.layer.stored_bytes == plain.layer.stored_bytes + carry
+    assert kept.layers == 3
+    assert kept.layer.stored_bytes == carry + 3 * 4 * 8 + 8  # statistics, and a mean
+    assert stored.layer.stored_bytes == kept.layer.stored_bytes + carry
     assert f"3 layers at {__file__}" in str(jaxtile.explain(saving, *ARGUMENTS, **TILED))
 
 
 @pytest.mark.slow
 def test_what_a_step_takes():
-    """An array per layer; of a scan of scans, those of one round."""
+    """An array per layer; of a scan of scans that are rematerialised, those of one round."""
 
     def most(network, length):
         weights = jax.ShapeDtypeStruct((length, *WEIGHTS[1].shape[1:]), float)
@@ -153,7 +209,7 @@ def test_what_a_step_takes():
         traced = jax.jit(step).trace((WEIGHTS[0], weights), IMAGE)
         return jaxtile.estimate_memory(traced).bytes.temporaries
 
-    normed, nested = NETWORKS["normed"], NETWORKS["nested"]
+    normed, nested = NETWORKS["normed"], REMATERIALISED["nested"]
     carry = 2 * 7 * 6 * 4 * 8
     assert most(normed, 36) - most(normed, 4) > 32 * carry
     image = 2 * 13 * 11 * 4 * 8
@@ -167,18 +223,42 @@ OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
     offload_dst="pinned_host",
 )
 UNROLLED = dict(
-    kept=(residual, 3),
-    outside=(lambda x, w: (conv(jax.checkpoint(jnp.sin)(x), w), None), 3),
-    host=(jax.checkpoint(residual, policy=OFFLOAD), 3),
-    one=(jax.checkpoint(residual), 1),
+    asked=(residual, dict(unroll=True)),
+    as_long=(jax.checkpoint(residual), dict(unroll=3)),
+    cheap=(lambda x, w: (jnp.sin(x) * w[0, 0, 0] + x.mean(), None), {}),
+    host=(jax.checkpoint(residual, policy=OFFLOAD), {}),
+    one=(residual, dict(length=1)),
 )
 
 
-@pytest.mark.parametrize(("layer", "length"), UNROLLED.values(), ids=UNROLLED)
-def test_unrolled(layer, length):
-    """Layers that nobody rematerialises, that are offloaded, or only one."""
-    arguments = (WEIGHTS[0], WEIGHTS[1][:length]), IMAGE
-    assert not jaxtile.explain(over_layers(layer), *arguments, **TILED).scans
+@pytest.mark.parametrize(("layer", "options"), UNROLLED.values(), ids=UNROLLED)
+def test_unrolled(layer, options):
+    """If the author asks for it, of layers that cost nothing or are offloaded, and of only one."""
+    arguments = (WEIGHTS[0], WEIGHTS[1][: options.get("length", 3)]), IMAGE
+    assert not jaxtile.explain(over_layers(layer, **options), *arguments, **TILED).scans
+
+
+def test_kept():
+    """A part that is unrolled, and a part of a layer that is rematerialised, change nothing."""
+    for layer in (residual, lambda x, w: (conv(jax.checkpoint(jnp.sin)(x), w), None)):
+        network = over_layers(layer, unroll=2)
+        assert len(jaxtile.explain(network, *ARGUMENTS, **TILED).scans) == 1
+
+
+def test_unrolled_where_that_helps():
+    """What no layer can do in tiles may be left out in each of them, as is known once it has a
+    number."""
+
+    def layer(x, a):
+        i, w = a
+        return lax.cond(i > 5, lambda x: jnp.sort(x, 1), lambda x: conv(x, w), x), None
+
+    def network(w, x):
+        return lax.scan(layer, conv(x, w[0]), (jnp.arange(3), w[1]))[0]
+
+    tiled = jaxtile.checkpoint(network, **TILED)
+    assert not tiled.explain(*ARGUMENTS).scans
+    assert_close(results(tiled, ARGUMENTS), results(network, ARGUMENTS))
 
 
 def test_unrolled_by_what_sees_every_layer():
@@ -202,71 +282,51 @@ def test_refused_inside_a_layer():
     assert_close(results(tiled, ARGUMENTS), results(network, ARGUMENTS))
 
 
-def test_the_second_derivative_of_rules_in_layers():
-    """Before 0.12 JAX forgets them in a scan: refused; the advice is to unroll."""
+def loop(layer, x, weights):
+    """Of the second derivative of a `scan`, JAX before 0.12 forgets the rules."""
+    for w in weights:
+        x, _ = layer(x, w)
+    return x, None
 
-    def gradient(layer):
-        tiled = jaxtile.checkpoint(over_layers(layer), **TILED)
-        return jax.grad(lambda x: tiled(WEIGHTS, x)[0].sum())
 
-    def second(layer):
-        traced = lambda x: jax.jvp(gradient(layer), (x,), (x,))  # noqa: E731
-        return jax.make_jaxpr(traced)(IMAGE)
+def surrogates(scan, remat=plain):
+    layer = remat(lambda x, w: (x + surrogate(normed(conv(x, w))), None))
+    return lambda w, x: scan(layer, conv(x, w[0]), w[1][:2])[0]
 
-    def layer(x, w):
-        return jax.nn.relu(conv(x, w)), None
 
-    jax.make_jaxpr(gradient(jax.checkpoint(layer)))(IMAGE)
-    second(layer)
+@parametrize_few("tiles", [(3, 2), "whole", None])
+@parametrize_few("remat", [plain, jax.checkpoint])
+def test_second_derivatives_of_rules_in_layers(remat, tiles):
+    """Reverse over reverse, and forward over reverse."""
+
+    def second(f):
+        gradient = jax.grad(lambda w, x: scalar(f(w, x)), (0, 1))
+        total = lambda *a: sum(jnp.sin(g).sum() for g in jax.tree.leaves(gradient(*a)))  # noqa: E731
+        tangents = jax.tree.map(jnp.cos, ARGUMENTS)
+        run = lambda *a: (jax.grad(total, (0, 1))(*a), jax.jvp(gradient, a, tangents))  # noqa: E731
+        return interpret(run, *ARGUMENTS)
+
+    tiled = jaxtile.checkpoint(surrogates(lax.scan, remat), **{**TILED, "tiles": tiles})
+    assert len(tiled.explain(*ARGUMENTS).scans) == 1
+    assert_close(second(tiled), second(surrogates(loop)), 1e-11)
+
+
+def test_other_derivatives_of_rules_in_layers():
+    """Before 0.12 JAX forgets them in the third one: refused; the advice is to unroll."""
+
+    def third(tiles, **options):
+        network = surrogates(lambda *args: lax.scan(*args, **options))
+        tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=tiles)
+        first = jax.grad(lambda x: tiled(WEIGHTS, x).sum())
+        second = jax.grad(lambda x: jnp.sin(first(x)).sum())
+        return jax.make_jaxpr(lambda x: jax.jvp(second, (x,), (x,)))(IMAGE)
+
     if jax.__version_info__ >= (0, 12):
-        second(jax.checkpoint(layer))
+        third("whole")
     else:
-        with pytest.raises(jaxtile.TilingError, match="for the second time"):
-            second(jax.checkpoint(layer))
-        tiled = jaxtile.checkpoint(over_layers(jax.checkpoint(layer)), **TILED)
+        with pytest.raises(jaxtile.TilingError, match=r"for the third time.*unroll=True"):
+            third("whole")
+        third("whole", unroll=True)
+        tiled = jaxtile.checkpoint(surrogates(lax.scan), **TILED)
         with pytest.raises(jaxtile.TilingError, match="forward mode"):
             jax.jvp(lambda x: tiled(WEIGHTS, x), (IMAGE,), (IMAGE,))
-
-
-@pytest.mark.slow
-def test_derivatives_of_derivatives():
-    network = NETWORKS["carries"]
-
-    def pushed(f):
-        gradient = jax.grad(lambda x: jnp.sin(f(WEIGHTS, x)[0][0]).sum())
-        return jax.jit(lambda x: jax.jvp(gradient, (x,), (jnp.cos(x),)))(IMAGE)
-
-    assert_close(pushed(jaxtile.checkpoint(network, **TILED)), pushed(network))
-
-
-@pytest.mark.slow
-def test_linen():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            y = nn.Conv(2, (3, 3), param_dtype=float)(x)
-            return x + nn.BatchNorm(use_running_average=False, param_dtype=float)(nn.relu(y))
-
-    axes = {"params": 0, "batch_stats": 0}
-    network = nn.remat_scan(Block, lengths=(2, 2), variable_axes=axes)()
-    variables = network.init(jax.random.key(0), IMAGE)
-    apply = lambda v, x: network.apply(v, x, mutable=["batch_stats"])  # noqa: E731
-    tiled = jaxtile.checkpoint(apply, **TILED)
-    (outer,) = tiled.explain(variables, IMAGE).scans  # the inner scan is not rematerialised
-    assert (outer.layers, outer.layer.scans) == (2, ())
-    assert_close(results(tiled, (variables, IMAGE)), results(apply, (variables, IMAGE)))
-
-
-@pytest.mark.slow
-def test_in_shard_map():
-    mesh = devices(2, names=("data",), axis_types=(AxisType.Auto,))
-
-    def run(f):
-        def loss(w, x):
-            return lax.psum(sum(jnp.sin(y).mean() for y in jax.tree.leaves(f(w, x))), "data")
-
-        each = jax.shard_map(loss, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-        return jax.jit(jax.value_and_grad(each, (0, 1)))(WEIGHTS, IMAGE)
-
-    network = NETWORKS["normed"]
-    assert_close(run(jaxtile.checkpoint(network, **TILED)), run(network))

@@ -3,8 +3,8 @@
 In the derivative of a `scan`, JAX before 0.12 forgets the rule of a `custom_jvp` that another rule
 called, and the next derivative is then that of the function itself: a wrong number, silently. So
 the functions that rules call in a tile end with this identity. Where their rule is used it is never
-differentiated; where JAX forgot the rule it is, and says so. What a user's `scan` over layers reads
-has it in its forward rule, and so can be differentiated once.
+differentiated; where JAX forgot the rule it is, and says so. The derivative of a `scan` over layers
+reads its operands through one that may be differentiated once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -38,10 +39,9 @@ _RULE = (
     "`jaxtile.checkpoint` if such derivatives are needed"
 )
 _LAYERS = (
-    "cannot differentiate, for the second time, a `scan` over rematerialised layers that call "
-    "functions with derivative rules, as `jax.nn.relu` is: JAX before 0.12 forgets such rules in "
-    "the derivative of a loop. What to do: use a newer JAX, or scan over the layers without "
-    "`jax.checkpoint`: then they are unrolled, and not stored"
+    "cannot differentiate, for the third time, a `scan` over layers that call functions with "
+    "derivative rules, as `jax.nn.relu` is: JAX before 0.12 forgets such rules in the derivative "
+    "of a loop. What to do: use a newer JAX, or write `unroll=True` in that `scan`"
 )
 
 
@@ -54,14 +54,16 @@ def guarded(arrays: Any) -> Any:
     return jax.tree.map(lambda x: _guard_p.bind(x, message=_RULE), arrays)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def once(arrays: Any) -> Any:
     """The same arrays, whose readers may be differentiated once."""
     return arrays
 
 
-def _once_forward(arrays: Any) -> tuple[Any, None]:
-    return jax.tree.map(lambda x: _guard_p.bind(x, message=_LAYERS), arrays), None
+@once.defjvp
+def _once_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    def guard(x: Any) -> Any:
+        floats = jnp.issubdtype(x.dtype, jnp.inexact)
+        return _guard_p.bind(x, message=_LAYERS) if floats else x
 
-
-once.defvjp(_once_forward, lambda _, cotangents: (cotangents,))
+    return jax.tree.map(guard, primals[0]), tangents[0]

@@ -31,7 +31,7 @@ def build(
 
 
 def build_layers(traced: Traced, policy: Policy | None, in_tiles: InTiles) -> Graph:
-    """The graph of a function in which scans over rematerialised layers stay scans."""
+    """The graph of a function in which scans over layers stay scans."""
     walk = Walk(policy)
     walk.in_tiles = in_tiles
     return _graph(walk, traced, traced.in_axes, traced.names)

@@ -1,24 +1,25 @@
-"""A scan over layers that its author rematerialises: it stays a scan, and each layer runs in tiles.
+"""A scan over layers: it stays a scan, and each layer runs in tiles.
 
-`lax.scan(jax.checkpoint(layer), x, weights)`, which libraries have other names for, says that what
-goes from layer to layer is stored, and nothing else. Then the scan can run on whole arrays, and its
-body is a tiled function by itself, with the same grids: tracing does not grow with the number of
-layers. In any other scan nothing need be stored between layers, so it is unrolled.
+`lax.scan(layer, x, weights)` runs on whole arrays, and its body is a tiled function by itself, with
+the same grids: tracing does not grow with the number of layers. What goes from layer to layer is
+stored. Who wants that not to be stored asks `scan` to unroll (`unroll=True`), and it is unrolled
+into the tiles. So is a scan without convolutions and the like, which costs nothing to compute
+again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax import lax
 
 from .. import _rules as rules
+from .._errors import TilingError
 from .._rules import Axes
 from .._rules.manual import as_varying_as
-from .inline import plain_call, remat
+from .inline import any_call, bodies, plain_call, remat
 
 
 class Body(Protocol):
@@ -35,16 +36,32 @@ class Body(Protocol):
         """Has it such a scan too, which keeps what goes from layer to layer?"""
         ...
 
-    def outside(self, flat: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Its arguments, as they are given to the scan."""
+    @property
+    def calls(self) -> bool:
+        """Does it call functions with derivative rules of the user?"""
+        ...
+
+    def scan(
+        self, layer: Any, operands: Sequence[list[Any]], options: Mapping[str, Any], again: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """`lax.scan` of a function that calls it."""
         ...
 
     def __call__(self, *flat: jax.Array) -> list[jax.Array]: ...
 
 
-InTiles = Callable[[Any, Sequence[Axes], Sequence[Any]], Body | None]
-"""What makes a tiled function of a jaxpr, from the axes of its arguments and policies that say what
-is stored; None: it had better not be one."""
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What the author of a layer wrote about storing: `jax.checkpoint`s in it."""
+
+    policies: list[Any]
+    complete: bool
+    """Are all convolutions and the like in one?"""
+
+
+InTiles = Callable[[Any, Sequence[Axes], Remat], Body | None]
+"""What makes a tiled function of a jaxpr, from the axes of its arguments and what its author says
+about storing; None: it had better not be one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +91,7 @@ class Layers:
 
     scan: Scan
     body: Body
+    remat: Remat
     out_axes: list[Axes]
 
     @property
@@ -82,37 +100,39 @@ class Layers:
         return found
 
     def __call__(self, *flat: jax.Array) -> list[jax.Array]:
-        params, count = self.scan.params, self.scan.carry
-        consts, carry, xs = self.scan.split(as_varying_as(self.body.outside(flat), flat))
+        def layer(
+            consts: list[Any], carry: list[Any], xs: list[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            results = self.body(*consts, *carry, *xs)
+            return results[: self.scan.carry], results[self.scan.carry :]
+
+        operands = self.scan.split(as_varying_as(list(flat), flat))
+        options = {k: self.scan.params[k] for k in ("length", "reverse", "unroll")}
         # A scan in the body would keep its carries, for every layer of this one.
-        run = jax.checkpoint(self.body, prevent_cse=False) if self.body.keeps else self.body
-
-        def layer(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            results = run(*consts, *carry, *xs)
-            return results[:count], results[count:]
-
-        given = {k: params[k] for k in ("length", "reverse", "unroll")}
-        last, ys = lax.scan(layer, carry, xs, **given)
+        again = self.remat.complete and self.body.keeps
+        last, ys = self.body.scan(layer, operands, options, again)
         return [*last, *ys]
 
 
 def layers_of(eqn: Any, in_axes: Sequence[Axes], in_tiles: InTiles) -> Layers | None:
-    """A `scan` over rematerialised layers, if it is one, and not along a tiled axis."""
+    """A `scan` over layers, if it can be one, and not along a tiled axis."""
     scan, body = Scan.of(eqn.params), eqn.params["jaxpr"]
-    policies = _policies(body)
+    remat = None if eqn.params["unroll"] >= eqn.params["length"] else _remat(body)
     consts, carry, xs = scan.split(in_axes)
     along = any(axes[0] is not None for axes in xs)
-    if policies is None or along or eqn.effects or scan.params["length"] < 2:
+    if remat is None or along or eqn.effects:
         return None
     while True:  # What one layer makes tiled, the next one gets so.
-        found = in_tiles(body, [*consts, *carry, *(axes[1:] for axes in xs)], policies)
+        try:
+            found = in_tiles(body, [*consts, *carry, *(axes[1:] for axes in xs)], remat)
+        except TilingError:  # Of one iteration, more is known: its number, say.
+            return None
         if found is None:
             return None
         made = [_wider(*both) for both in zip(carry, found.out_axes[: scan.carry], strict=True)]
         if made == carry:
-            return Layers(
-                scan, found, [*carry, *((None, *a) for a in found.out_axes[scan.carry :])]
-            )
+            ys = [(None, *axes) for axes in found.out_axes[scan.carry :]]
+            return Layers(scan, found, remat, [*carry, *ys])
         carry = made
 
 
@@ -122,15 +142,24 @@ def _wider(axes: Axes, more: Axes) -> Axes:
     return tuple(free)
 
 
-def _policies(body: Any) -> list[Any] | None:
-    """The policies of the `jax.checkpoint`s that all convolutions and the like of a jaxpr are in;
-    None: they are not, or there are none."""
+def _remat(body: Any) -> Remat | None:
+    """What a layer's author says about storing; None: there is no layer, but what costs nothing to
+    compute again."""
     found = list(_outermost(body))
     remats = [params for eqn in found if (params := remat(eqn)) is not None]
-    bare = any(rules.traits(e.primitive).works for e in found if remat(e) is None)
-    if bare or not remats or any(p.get("differentiated") for p in remats):
+    bare = any(map(_works, found))
+    if not (bare or remats) or any(p.get("differentiated") for p in remats):
         return None
-    return [p["policy"] for p in remats if p["policy"] is not None]
+    return Remat([p["policy"] for p in remats if p["policy"] is not None], not bare)
+
+
+def _works(eqn: Any) -> bool:
+    """Has it convolutions and the like in it, but not in a `jax.checkpoint`?"""
+    if rules.traits(eqn.primitive).works:
+        return True
+    called = any_call(eqn) if remat(eqn) is None else None
+    inside = bodies(eqn) if called is None else [called]
+    return any(_works(each) for inner in inside for each in _outermost(inner))
 
 
 def _outermost(jaxpr: Any) -> Iterator[Any]:

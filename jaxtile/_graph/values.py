@@ -112,6 +112,8 @@ class Node:
     @property
     def is_call(self) -> bool:
         """Does it call a function with a derivative rule of the user?"""
+        if self.layers is not None:
+            return self.layers.body.calls
         return any(rule.is_call for rule in _rules_of(self.equation))
 
     @property

@@ -124,7 +124,7 @@ class Walk:
         return self._tiled(eqn, rule, inputs)
 
     def _layers(self, eqn: Any, inputs: Sequence[Value]) -> list[Value] | None:
-        """A `scan` over rematerialised layers, as one that runs on whole arrays."""
+        """A `scan` over layers, as one that runs on whole arrays."""
         if self.in_tiles is None:
             return None
         found = layers_of(eqn, [v.axes for v in inputs], self.in_tiles)
@@ -134,8 +134,7 @@ class Walk:
         nodes.store_whole(inputs)
         whole = [nodes.view(v, untiled(v.aval)) if v.tiled else v for v in inputs]
         outputs = self._restated(eqn, found, whole)
-        node = next(n for n in reversed(nodes.list) if n.equation.primitive.name == "scan")
-        node.layers = found
+        nodes.list[-1].layers = found  # a `scan`, or a call with a derivative of ours around it
         return [
             nodes.view(v, axes) if tiled(axes) else v
             for v, axes in zip(outputs, found.out_axes, strict=True)
