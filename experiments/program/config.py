@@ -170,6 +170,7 @@ def check(config: ConfigDict) -> None:
     for name in ("data.mean", "data.std"):
         allowed = (0, 1, config.data.channels)
         _require(config, name, lambda t: len(t) in allowed, f"have 1 or {allowed[2]} values, or 0")
+        _require(config, name, lambda t: all(isinstance(v, int | float) for v in t), "be numbers")
     if config.skip and config.mesh:
         raise ConfigError("`skip` does not go with a `mesh`, whose devices wait for each other")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
@@ -203,6 +204,12 @@ def check(config: ConfigDict) -> None:
             "folders, csv or tags), and must be at least `data.size` "
             f"(={config.data.size}), which must not be 0"
         )
+    for name in ("nodata", "regions", "mask_values", "ignored", "range", "level"):
+        if config.data[name] and config.data.kind != "folder":
+            raise ConfigError(
+                f"`data.{name}` (={config.data[name]!r}) is for files (`data.kind` folder), not "
+                f"for {config.data.kind!r}"
+            )
     if config.data.kind == "folder" and not config.data.path:
         raise ConfigError("`data.kind` is 'folder', so `data.path` must name one")
     try:
@@ -246,14 +253,28 @@ def model_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
     >>> model_options("vgg16", {"width": "4", "pooled": "true", "dtype": "bfloat16"})
     {'width': 4, 'pooled': True, 'dtype': 'bfloat16'}
     """
+    return _options(lambda: models.maker(name), "model", f"the model {name!r}", given)
+
+
+def data_options(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
+    """The same for anybody's own data."""
+    if kind in KINDS:
+        raise ConfigError(f"`data.options` are for data of your own; {kind!r} has none")
+    what = f"the kind of data {kind!r}"
+    return _options(lambda: models.find(kind, {}, "kind of data"), "data.options", what, given)
+
+
+def _options(
+    find: Callable[[], Any], field: str, what: str, given: Mapping[str, str]
+) -> dict[str, Any]:
     try:
-        make = models.maker(name)
-        models.check_options(make, f"the model {name!r}", given)
+        make = find()
+        models.check_options(make, what, given)
     except ValueError as error:
-        raise ConfigError(f"`model`: {error}") from error
+        raise ConfigError(f"`{field}`: {error}") from error
     called: Any = make.__init__ if isinstance(make, type) else make
     defaults = {k: p.default for k, p in inspect.signature(called).parameters.items()}
-    return {k: _as_option(k, text, defaults.get(k)) for k, text in given.items()}
+    return {k: _as_option(f"{field}.{k}", text, defaults.get(k)) for k, text in given.items()}
 
 
 def _as_option(name: str, text: str, default: Any) -> Any:
@@ -264,7 +285,7 @@ def _as_option(name: str, text: str, default: Any) -> Any:
     except (ValueError, SyntaxError):
         value = text
     if isinstance(default, bool | int | float) and isinstance(value, str):
-        raise ConfigError(f"`model.{name}` (={text!r}) must be as its default, {default!r}")
+        raise ConfigError(f"`{name}` (={text!r}) must be as its default, {default!r}")
     return value
 
 

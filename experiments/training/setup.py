@@ -88,8 +88,11 @@ def load_data(learner: Learner) -> tuple[data.Dataset, data.Dataset]:
         _check_labels(learner, dataset)
         dataset.label_dtype = np.dtype(learner.task.label_dtype)
         dataset.unlabelled = learner.task.unlabelled
+        dataset.label_values = learner.task.label_values
         size = [learner.output_size(n) for n in dataset.shape[:-1]] if learner.task.dense else ()
         dataset.take_labels(learner.label(size), dense=learner.task.dense)
+    if ":" in config.task:
+        learner.check_task(eval_set.shape, eval_set.label_shape)
     return train_set, eval_set
 
 
