@@ -9,6 +9,7 @@ import pytest
 from experiments import data, tasks
 from experiments.program.command import _own_options
 from experiments.program.config import ConfigError, base, check
+from experiments.training import pictures
 from experiments.training.learner import Learner
 from experiments.training.setup import load_data
 
@@ -217,3 +218,26 @@ def test_a_mean_that_is_no_number():
     config.data.mean = ("abc",)
     with pytest.raises(ConfigError, match=r"`data.mean` \(=\('abc',\)\) must be numbers"):
         check(config)
+
+
+@pytest.mark.parametrize(
+    ("losses", "qualities"),
+    [([-3.0, -4.0], [31.5, 33.0]), ([0.5, 0.4], [-41.0, -2.0]), ([0.7, 0.6], [0.4, None])],
+    ids=["likelihood and decibels", "a bad r2", "shares"],
+)
+def test_curves_of_any_measure_are_seen(tmp_path, monkeypatch, losses, qualities):
+    lines = [{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)]
+    found = zip(losses, qualities, strict=True)
+    lines += [
+        {"step": i + 1, "split": "eval", "loss": loss + 0.1, "score": quality}
+        for i, (loss, quality) in enumerate(found)
+    ]
+    figures = []
+    monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure))
+    pictures.loss_curve(lines, "score", tmp_path / "loss.png")
+    for axis in figures[0].axes:
+        low, high = axis.get_ylim()
+        for line in axis.get_lines():
+            values = np.array(line.get_ydata(), float)
+            assert np.nanmin(values) > low
+            assert np.nanmax(values) < high
