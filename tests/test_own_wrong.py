@@ -8,7 +8,7 @@ import pytest
 
 from experiments import data, tasks
 from experiments.program.command import _own_options
-from experiments.program.config import ConfigError, base, check
+from experiments.program.config import ConfigError, base, check, load
 from experiments.training import pictures
 from experiments.training.learner import Learner
 from experiments.training.setup import load_data
@@ -241,3 +241,9 @@ def test_curves_of_any_measure_are_seen(tmp_path, monkeypatch, losses, qualities
             values = np.array(line.get_ydata(), float)
             assert np.nanmin(values) > low
             assert np.nanmax(values) < high
+
+
+def test_a_value_of_another_type_in_a_config(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG.replace("return", "config.data.mean = 0.5; return"))
+    with pytest.raises(ConfigError, match=r"config\.py: `mean` \(=0\.5\) must be a tuple$"):
+        load(str(tmp_path / "config.py"))

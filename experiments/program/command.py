@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -12,8 +11,9 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
-from .config import ConfigError, config_file, data_options, fields, load, model_options
+from .config import ConfigError, config_file, fields, load, plain_words
 from .ending import Signals, sentences
+from .options import data_options, model_options
 
 
 @functools.cache
@@ -52,7 +52,7 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
         try:
             rest = flags.FLAGS(argv)
         except flags.Error as error:  # absl would add its usage, and FATAL
-            raise ConfigError(_plain(" ".join(str(error).split()))) from error
+            raise ConfigError(plain_words(" ".join(str(error).split()))) from error
         finally:
             sys.argv = whole
         if options or data:
@@ -111,16 +111,6 @@ def _own_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[s
         model_options(str(chosen["model.name"]), model) if model else {},
         data_options(str(chosen["data.kind"]), data) if data else {},
     )
-
-
-def _plain(text: str) -> str:
-    """What Python says of a word that is no number, in words of the user's.
-
-    >>> _plain("flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'")
-    "flag --config.train.steps=abc: 'abc' is not an integer"
-    """
-    text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not an integer", text)
-    return re.sub(r"could not convert string to float: (.*)", r"\1 is not a number", text)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

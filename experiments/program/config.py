@@ -6,14 +6,12 @@ of a field is the type of its first value. On the command line, `--config.train.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
-import inspect
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -247,48 +245,6 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     return full
 
 
-def model_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Options of a model, as a command line has them, in the types of the model's own defaults.
-
-    >>> model_options("vgg16", {"width": "4", "pooled": "true", "dtype": "bfloat16"})
-    {'width': 4, 'pooled': True, 'dtype': 'bfloat16'}
-    """
-    return _options(lambda: models.maker(name), "model", f"the model {name!r}", given)
-
-
-def data_options(kind: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """The same for anybody's own data."""
-    if kind in KINDS:
-        raise ConfigError(f"`data.options` are for data of your own; {kind!r} has none")
-    what = f"the kind of data {kind!r}"
-    return _options(lambda: models.find(kind, {}, "kind of data"), "data.options", what, given)
-
-
-def _options(
-    find: Callable[[], Any], field: str, what: str, given: Mapping[str, str]
-) -> dict[str, Any]:
-    try:
-        make = find()
-        models.check_options(make, what, given)
-    except ValueError as error:
-        raise ConfigError(f"`{field}`: {error}") from error
-    called: Any = make.__init__ if isinstance(make, type) else make
-    defaults = {k: p.default for k, p in inspect.signature(called).parameters.items()}
-    return {k: _as_option(f"{field}.{k}", text, defaults.get(k)) for k, text in given.items()}
-
-
-def _as_option(name: str, text: str, default: Any) -> Any:
-    if isinstance(default, str):
-        return text
-    try:
-        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
-        value = text
-    if isinstance(default, bool | int | float) and isinstance(value, str):
-        raise ConfigError(f"`{name}` (={text!r}) must be as its default, {default!r}")
-    return value
-
-
 def fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """All fields by their dotted names.
 
@@ -343,7 +299,22 @@ def load(path: str) -> ConfigDict:
         text = re.sub(
             r" Other fields present:.*(?=Did you mean)| Other fields.*", " ", text, flags=re.S
         )
-        raise ConfigError(f"{file}: {' '.join(text.split())}") from error
+        raise ConfigError(f"{file}: {plain_words(' '.join(text.split()))}") from error
+
+
+def plain_words(text: str) -> str:
+    """What Python and ml_collections say of a value of another type, in words of the user's.
+
+    >>> plain_words("flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'")
+    "flag --config.train.steps=abc: 'abc' is not an integer"
+    """
+    text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not an integer", text)
+    text = re.sub(r"could not convert string to float: (.*)", r"\1 is not a number", text)
+    return re.sub(
+        r"Could not override field '(\w+)'.*\. (.*) is of original type .*to type <class '(\w+)'>",
+        r"`\1` (=\2) must be a \3",
+        text,
+    )
 
 
 def _value(config: ConfigDict, name: str) -> Any:
