@@ -49,6 +49,12 @@ MINE = """
             label[:9] = self.value
             return np.zeros(self.shape, np.uint8)[window], label[window]
 
+    class Heights(Images):
+        shape = (64, 64, 1)
+        def read(self, index, window):
+            heights = 30000 + np.random.default_rng(index).normal(size=self.shape)
+            return np.zeros(self.shape, np.uint8)[window], heights[window]
+
     class Whole(Task):
         quality = "closeness"
         def loss(self, scores, labels):
@@ -247,3 +253,18 @@ def test_a_value_of_another_type_in_a_config(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.replace("return", "config.data.mean = 0.5; return"))
     with pytest.raises(ConfigError, match=r"config\.py: `mean` \(=0\.5\) must be a tuple$"):
         load(str(tmp_path / "config.py"))
+
+
+def test_r2_of_labels_that_are_large_beside_how_much_they_vary():
+    config = base("mine_alone:Net")
+    config.data.kind, config.task, config.data.size = "mine_alone:Heights", "regression", 0
+    config.data.classes = 1
+    learner = Learner(config)
+    _, eval_set = load_data(learner)
+    _, label = eval_set.example(0, None)
+    scores = label + np.random.default_rng(9).normal(0, 0.5, label.shape).astype(np.float32)
+    parts = learner.task.compare(scores[None], label[None])
+    sums = {n: np.asarray(v.sum((2,)), np.float64).sum() for n, v in parts.items()}
+    errors = np.float64(scores) - label
+    want = 1 - np.mean(errors**2) / np.float64(label).var()
+    assert learner.task.metrics(sums)["r2"] == pytest.approx(want, abs=1e-5)
