@@ -94,7 +94,8 @@ def draw(runs: dict[str, Found], path: str) -> None:
         width = max(1, len(losses) // 50)
         smooth = np.convolve(losses, np.ones(width) / width, "valid") if len(losses) else losses
         left.plot(np.arange(len(smooth)) + width, smooth, label=name)
-        right.plot([e["step"] for e in run.evaluations], [e["loss"] for e in run.evaluations], "o-")
+        evaluated = [(e["step"], e.get("loss")) for e in run.evaluations]
+        right.plot([step for step, _ in evaluated], [loss for _, loss in evaluated], "o-")
     left.set(xlabel="step", ylabel="training loss, smoothed")
     right.set(xlabel="step", ylabel="evaluation loss")
     left.legend()

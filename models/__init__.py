@@ -10,6 +10,7 @@ from ._create import names as names
 from ._names import call as call
 from ._names import check_options as check_options
 from ._names import find as find
+from ._names import line_of as line_of
 from ._network import Network as Network
 from ._network import network as network
 from ._weights import SUFFIXES as SUFFIXES

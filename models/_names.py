@@ -5,8 +5,20 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import pathlib
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import jaxtile
+
+_MODELS = pathlib.Path(__file__).resolve().parent
+_NOBODYS_OWN = (  # folders of code that is not the user's
+    pathlib.Path(sysconfig.get_path("stdlib")).resolve(),
+    *(_MODELS, _MODELS.parent / "experiments"),
+    pathlib.Path(jaxtile.__file__).resolve().parent,
+)
 
 
 def find(name: str, known: Mapping[str, Any], what: str) -> Any:
@@ -37,7 +49,23 @@ def find(name: str, known: Mapping[str, Any], what: str) -> Any:
                 f"{attribute!r}{nearest(attribute, vars(importlib.import_module(module)))}"
             )
         found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(
+            f"the {what} {name!r} is a {type(found).__name__}, where a class, or a function that "
+            "makes one, is wanted"
+        )
     return found
+
+
+def line_of(error: BaseException) -> str:
+    """Where in anybody's own code an error comes from, as the end of a sentence, if it does."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = pathlib.Path(frame.filename).resolve()
+        installed = {"site-packages", "dist-packages"}.intersection(file.parts)
+        others = installed or any(file.is_relative_to(f) for f in _NOBODYS_OWN)
+        if file.is_file() and not others:
+            return f" ({frame.filename}:{frame.lineno}, in {frame.name})"
+    return ""
 
 
 def call(
@@ -50,7 +78,17 @@ def call(
     """
     check_options(make, what, options)
     named = parameters(make)[0]
-    return make(**{n: v for n, v in offered.items() if n in named and n not in options}, **options)
+    given = {**{n: v for n, v in offered.items() if n in named}, **options}
+    if missing := [n for n in named if n not in given and _is_needed(make, n)]:
+        raise ValueError(
+            f"{what} needs a value for {' and '.join(map(repr, missing))}, which is none of what "
+            f"the program gives by itself ({', '.join(offered)}): give it as an option"
+        )
+    return make(**given)
+
+
+def _is_needed(fun: Callable[..., Any], name: str) -> bool:
+    return _signature(fun).parameters[name].default is inspect.Parameter.empty
 
 
 def check_options(make: Callable[..., Any], what: str, options: Iterable[str]) -> None:
@@ -67,12 +105,15 @@ def check_options(make: Callable[..., Any], what: str, options: Iterable[str]) -
 
 def parameters(fun: Callable[..., Any]) -> tuple[list[str], bool]:
     """The names that a call may set, and whether it may set any other."""
-    # The metaclasses of modules hide what a class takes.
-    is_class = isinstance(fun, type)
-    found = list(inspect.signature(fun.__init__ if is_class else fun).parameters.values())
-    found = found[1:] if is_class else found
+    found = list(_signature(fun).parameters.values())
+    found = found[1:] if isinstance(fun, type) else found
     names = [p.name for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     return names, any(p.kind is p.VAR_KEYWORD for p in found)
+
+
+def _signature(fun: Callable[..., Any]) -> inspect.Signature:
+    """The metaclasses of modules hide what a class takes."""
+    return inspect.signature(fun.__init__ if isinstance(fun, type) else fun)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

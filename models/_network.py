@@ -321,6 +321,10 @@ def _laid_out(model: Any) -> Callable[..., Any]:
             fun = jax.vmap(fun, out_axes=axes, axis_name="batch")
         found = fun(given, **per_image)
         values, state = found if stateful else (found, None)
+        if not isinstance(values, jax.Array):
+            raise TypeError(
+                f"the model returns a {type(values).__name__}, where one array is wanted: scores"
+            )
         if first and values.ndim == images.ndim:
             values = jnp.moveaxis(values, 1, -1)
         return (values, state) if stateful else values

@@ -2,7 +2,8 @@
 
 In PyTorch: `safetensors.torch.save_file(model.state_dict(), "resnet50.safetensors")`,
 `numpy.savez("resnet50.npz", **{k: v.numpy() for k, v in model.state_dict().items()})`, or
-`torch.save(model.state_dict(), "resnet50.pth")`. ResNet-50 of timm has the same names.
+`torch.save(model.state_dict(), "resnet50.pth")`. timm's ResNet-50 has the same names, and its VGG16
+others for the classifier alone.
 
 In Keras: the `.h5` that it downloads, `model.save_weights("resnet50.weights.h5")`, or
 `numpy.savez("resnet50.npz", **{w.path: w.numpy() for w in model.weights})`.
@@ -20,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from . import _keras
+from ._classifier import Classifier
 from ._torch_file import read_torch_file
 from .alexnet import AlexNet
 from .resnet50 import ResNet50, Trunk
@@ -28,6 +30,12 @@ from .vgg16 import VGG16
 
 SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin", ".h5")
 _HEADS = ("fc.", "classifier.")
+_OF_TIMM = {  # VGG16
+    "pre_logits.fc1": "classifier.0",
+    "pre_logits.fc2": "classifier.3",
+    "head.fc": "classifier.6",
+}
+_WRAPPED = "module."  # before all names, by DataParallel
 
 
 def load_weights(
@@ -97,6 +105,8 @@ def load_pretrained(model: nnx.Module, source: str | PathLike[str]) -> list[str]
         raise ValueError(f"{fspath(source)}: {error}") from error
     if skip:
         remarks.append(f"{', '.join(skip)} begin anew")
+    if isinstance(model, VGG16) and not isinstance(model.classifier, Classifier | None):
+        remarks.append("the classifier begins anew")
     if isinstance(model, UNet):
         remarks.append("all after the encoder begins anew")
     if _keras.is_keras(read):
@@ -123,7 +133,7 @@ def _fits(place: _Place, array: np.ndarray | None) -> bool:
 
 def _as_torchvision(model: nnx.Module, tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if not _keras.is_keras(tensors):
-        return dict(tensors)
+        return {_named(name): array for name, array in tensors.items()}
     epsilon = 0.0
     if trunk := _trunk(model):
         if not trunk.stride_first:
@@ -133,6 +143,15 @@ def _as_torchvision(model: nnx.Module, tensors: Mapping[str, Any]) -> dict[str, 
             )
         epsilon = trunk.conv1.norm.epsilon if trunk.conv1.norm else 0.0
     return _keras.as_torchvision(tensors, epsilon)
+
+
+def _named(name: str) -> str:
+    """
+    >>> _named("module.pre_logits.fc1.weight")
+    'classifier.0.weight'
+    """
+    layer, _, variable = name.removeprefix(_WRAPPED).rpartition(".")
+    return f"{_OF_TIMM.get(layer, layer)}.{variable}" if layer else variable
 
 
 class _Place(NamedTuple):
@@ -174,7 +193,8 @@ def _places(model: nnx.Module) -> Iterator[_Place]:
             yield from _layer(model.fc, "fc")
     elif isinstance(model, VGG16):
         yield from _blocks(model.conv_blocks())
-        yield from _classifier(model.classifier, (0, 3, 6))
+        if isinstance(model.classifier, Classifier):
+            yield from _classifier(model.classifier, (0, 3, 6))
     elif isinstance(model, UNet) and model.encoder == "vgg16":
         if model.norm is not None:
             raise ValueError(
@@ -252,7 +272,8 @@ def _classifier(classifier: Any, indices: tuple[int, int, int]) -> Iterator[_Pla
 def _converted(place: _Place, array: np.ndarray, where: str) -> np.ndarray:
     """From PyTorch's `OIHW` and `OI` to `HWIO` and `IO`.
 
-    A dense layer that is a convolution here is `OI` with `I` in the order `IHW`.
+    A dense layer that is a convolution here is `OI` with `I` in the order `IHW`. In timm it is a
+    convolution too.
     """
     shape = place.variable[...].shape
     wanted = {1: shape, 2: shape[::-1], 4: (shape[-1], *shape[-2:-1], *shape[:-2])}[len(shape)]

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -75,12 +76,26 @@ def test_what_skipping_saves_is_printed():
     assert 0.2 < tiles < 0.35
 
 
-def run(program):
+def test_traces_are_trained_on(tmp_path):
+    shutil.copy(EXAMPLE_PROGRAMS / "seismic.py", tmp_path)
+    given = ["--config=seismic.py", f"--workdir={tmp_path / 'run'}", "--config.train.steps=2"]
+    done = run("-m", "jaxtile", "train", *given, cwd=tmp_path)
+    assert "on 64 images of 4096 x 1 and 4 to evaluate" in done.stdout
+    assert "16,384 pixels counted" in done.stdout
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def run(*command, cwd=None):
     """As a user would run it."""
     environment = {**os.environ, "XLA_FLAGS": FLAGS}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
-        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done

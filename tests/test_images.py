@@ -376,7 +376,7 @@ def test_missing_codec(tmp_path, monkeypatch):
         raise ValueError("<COMPRESSION.ZSTD: 50000> requires the 'imagecodecs' package")
 
     with open_image(path) as image:
-        monkeypatch.setattr(image._read.__self__.page, "decode", decode, raising=False)
+        monkeypatch.setattr(image._read.__self__, "decode", decode)
         with pytest.raises(ImageError, match=r"a\.tif.*pip install imagecodecs"):
             image[:, :]
 
@@ -471,3 +471,16 @@ def test_ome_zarr(tmp_path, version):
         np.testing.assert_array_equal(image[1:4, 2:9, 0:30][..., 0], volume[1:4, 2:9])
     with pytest.raises(ImageError, match=r"5 positions along 'z': set `data.dimensions` to 3"):
         open_image(tmp_path / "b.zarr")
+
+
+def test_tiles_of_jpeg_that_threads_decode_at_once(tmp_path):
+    """Of a file that was just opened: what tifffile looks up in it then must not move the place
+    that another thread reads from.
+    """
+    image = np.random.default_rng(0).integers(0, 250, (512, 512, 3), np.uint8)
+    tiles = {"tile": (128, 128), "photometric": "rgb", "compression": "jpeg"}
+    tifffile.imwrite(tmp_path / "slide.tif", image, **tiles)
+    expected = tifffile.imread(tmp_path / "slide.tif")
+    for _ in range(60):
+        with open_image(tmp_path / "slide.tif") as found:
+            np.testing.assert_array_equal(found[:512, :512], expected)

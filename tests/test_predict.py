@@ -187,7 +187,7 @@ def test_errors_are_one_line_before_anything_runs(tmp_path, monkeypatch):
         ((workdir, tmp_path / "five.npy", out), "has 5 channels"),
         ((workdir, tmp_path / "float.npy", out), "all its values are 0.0: --range=LOW,HIGH"),
         ((workdir, tmp_path / "large.npy", tmp_path / "none" / "mask.tif"), "there is no folder"),
-        ((workdir, tmp_path / "large.npy", tmp_path / "mask.png"), "can be written as .tif"),
+        ((workdir, tmp_path / "large.npy", tmp_path / "mask.png"), "a name that ends in .tif"),
     ]:
         with pytest.raises(SystemExit) as stopped:
             run(*arguments)

@@ -162,3 +162,11 @@ def test_a_unet_with_the_encoder_of_resnet50_trains_within_a_budget(
     assert train.train(config, str(tmp_path)) == 0
     found = json.loads((tmp_path / "summary.json").read_text())["bytes"]
     assert found["compiled"] <= budget * 1024 < found["plain_compiled"]
+
+
+@pytest.mark.parametrize("name", ["mask.tif", "mask.nii.gz"])
+def test_a_volume_has_names_of_its_own(tmp_path, name):
+    words = r"a volume is written to a name that ends in \.npy, \.zarr, \.ome\.zarr"
+    with pytest.raises(ImageError, match=words):
+        create_image(tmp_path / name, (4, 5, 6), np.uint8, dimensions=3)
+    assert not list(tmp_path.iterdir())

@@ -321,6 +321,43 @@ def vgg16_state_dict(model):
     return tensors
 
 
+@pytest.mark.parametrize("options", [{"pooled": True}, {"dense": True}])
+def test_vgg16_with_a_classifier_that_slides(tmp_path, options):
+    """Its own begins anew; that of the file is left out."""
+    config = base("vgg16", width=2, **options)
+    config.data.channels = 3
+    tensors = vgg16_state_dict(make("vgg16", width=2))
+    tensors["classifier.6.weight"] = np.zeros((1000, 4096))
+    np.savez(tmp_path / "vgg16.npz", **tensors)
+    weights, remarks = first_weights(Learner(config), str(tmp_path / "vgg16.npz"))
+    assert remarks == "; the classifier begins anew"
+    kernel = weights.params["conv1_1"]["kernel"][...]
+    np.testing.assert_array_equal(kernel, np.float32(tensors["features.0.weight"]).T.swapaxes(0, 1))
+
+
+def test_vgg16_of_timm():
+    """Its dense layers are convolutions; names may have what DataParallel puts before them."""
+    ours, timms = (make("vgg16", 3, width=2) for _ in range(2))
+    random = np.random.default_rng(1)
+    tensors = vgg16_state_dict(ours)
+    shapes = {"0": (4096, 784), "3": (4096, 4096), "6": (3, 4096)}
+    for name, shape in shapes.items():
+        tensors[f"classifier.{name}.weight"] = random.standard_normal(shape, np.float32)
+        tensors[f"classifier.{name}.bias"] = random.standard_normal(shape[0], np.float32)
+    models.load_weights(ours, tensors)
+    renamed = {"classifier.0": "pre_logits.fc1", "classifier.3": "pre_logits.fc2"}
+    renamed["classifier.6"] = "head.fc"
+    other = {}
+    for name, array in tensors.items():
+        layer, _, variable = name.rpartition(".")
+        if array.ndim == 2 and layer != "classifier.6":
+            array = array.reshape(4096, -1, *((7, 7) if layer == "classifier.0" else (1, 1)))
+        other[f"module.{renamed.get(layer, layer)}.{variable}"] = array
+    models.load_weights(timms, other)
+    for a, b in zip(arrays(ours), arrays(timms), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_a_unet_with_the_encoder_of_vgg16(tmp_path):
     vgg = make("vgg16", width=2)
     tensors = vgg16_state_dict(vgg)

@@ -9,7 +9,7 @@ A label is a class (an int32), or a mask: a class for each position (uint8), whe
 count. `_dataset.py` says what a dataset is, `_synthetic.py` and `_textures.py` draw, `_listing.py`
 finds files and their labels, `_folder.py` reads windows of them, `_regions.py` and `_weighted.py`
 say where these may lie, `_examine.py` and `_scan.py` look at whole files, `_scale.py` makes bytes
-of pixels, `_own.py` takes anybody's data, `_batches.py` puts examples in order.
+of pixels, `_own.py` and `_grain.py` take anybody's data, `_batches.py` puts examples in order.
 """
 
 from __future__ import annotations

@@ -67,6 +67,7 @@ class Dataset:
       label_shape: () if the label is a class, (h, w) if it is a mask.
       dense: whether there is a label for each position.
       label_dtype, unlabelled: of labels, and the value of one that does not count.
+      label_values: what a label of anybody's own can be beside that; None: anything of its type.
       border: along each axis, how far the label's window lies inside the image's.
       skipped: the bad files met so far, each with its error.
       ignored: how many files of a folder are no images, by their names.
@@ -92,6 +93,7 @@ class Dataset:
         self.dtype = np.dtype(np.uint8)
         self.label_dtype = np.dtype(np.uint8 if label_shape else np.int32)
         self.unlabelled: float = IGNORED if label_shape else -1
+        self.label_values: range | None = None
         self.border = (0,) * (len(shape) - 1)
         self.skipped: dict[str, str] = {}
         self.ignored = 0

@@ -9,7 +9,7 @@
 The label is that of the window if it has positions. `dtype` (of pixels), `name(index)` and
 `class_names` may be there too. Instead of `read` there may be `dataset[index]`, which returns image
 and label whole, as a pair or under these names: so do Grain's `MapDataset` and many others. Windows
-are cut of what it returns.
+are cut of what it returns. `_grain.py` makes that of Grain's `DataLoader`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from typing import Any
 import numpy as np
 
 from ._dataset import DataError, Dataset, Geometry
+from ._grain import Loader, is_loader
+
+_MOST = 2**40  # examples: Grain says that there are 2**63 - 1 of what is repeated for ever
 
 
 class Own(Dataset):
     """A user's dataset as examples of one size."""
 
     def __init__(self, source: Any, geometry: Geometry, *, classes: int, name: str):
-        self.source, self.kind = source, name
+        self.source, self.kind = Loader(source, name) if is_loader(source) else source, name
         self._check()
         shape = (*(geometry.size or self._shape(0)[:-1]), geometry.channels)
         super().__init__(shape, shape[:-1], classes=classes, augment=geometry.augment)
@@ -48,6 +51,12 @@ class Own(Dataset):
             )
         if len(source) < 1:
             raise DataError(self.kind, "has no example")
+        if len(source) > _MOST:
+            raise DataError(
+                self.kind,
+                f"has {len(source)} examples: leave out what repeats them, as Grain's `repeat()`; "
+                "a run goes through them as often as it needs to",
+            )
 
     def _shape(self, index: int) -> tuple[int, ...]:
         found = getattr(self.source, "shape", None)
@@ -66,12 +75,21 @@ class Own(Dataset):
                 "wanted",
             )
 
-    def _whole(self, index: int) -> tuple[np.ndarray, Any]:
-        found = self.source[index]
+    def _whole(
+        self, index: int, rng: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        is_loader = isinstance(self.source, Loader)
+        found = self.source.example(index, rng) if is_loader else self.source[index]
+        told = f"is a {type(found).__name__}"
         if isinstance(found, Mapping):
-            return np.asarray(found["image"]), found["label"]
-        image, label = found
-        return np.asarray(image), label
+            told = f"has {', '.join(map(repr, found))}"
+            found = [found[n] for n in ("image", "label") if n in found]
+        if isinstance(found, tuple | list) and len(found) == 2:
+            return np.asarray(found[0]), np.asarray(found[1])
+        raise DataError(
+            self.name(index),
+            f"an example must be (image, label), or have 'image' and 'label'; this one {told}",
+        )
 
     def __len__(self) -> int:
         return len(self.source)
@@ -93,10 +111,10 @@ class Own(Dataset):
         if hasattr(self.source, "read"):
             image, label = self.source.read(index, window)
         else:
-            image, label = self._whole(index)
+            image, label = self._whole(index, rng)
+            if label.shape[: len(size)] == image.shape[:-1]:
+                label = label[window]
             image = image[window]
-            if np.shape(label)[: len(size)] == self._shape(index)[:-1]:
-                label = np.asarray(label)[window]
         return self._checked(index, np.asarray(image), np.asarray(label))
 
     def _checked(self, index: int, image: np.ndarray, label: np.ndarray) -> Any:
@@ -114,4 +132,27 @@ class Own(Dataset):
                 raise DataError(
                     self.name(index), f"its pixels are {array.dtype}, but `dtype` says {dtype}"
                 )
-        return image, label.astype(self.label_dtype)
+        return image, self._typed(index, label)
+
+    def _typed(self, index: int, label: np.ndarray) -> np.ndarray:
+        """A label in the type of the task's, if that changes no value of it."""
+        if self.label_dtype.kind == "f":
+            return label.astype(self.label_dtype)
+        if label.dtype.kind not in "biuf":
+            raise DataError(self.name(index), f"its label is no number: {label.flat[0]!r}")
+        values = self.label_values
+        if values is not None:
+            label = np.where(label == -1, self.unlabelled, label)
+        with np.errstate(invalid="ignore"):
+            found = label.astype(self.label_dtype)
+        wrong = found != label
+        if values is not None:
+            wrong |= ~np.isin(found, [*values, self.unlabelled])
+        if wrong.any():
+            must = f"of type {self.label_dtype}" if values is None else f"from 0 to {values[-1]}"
+            raise DataError(
+                self.name(index),
+                f"its label has the value {label[wrong].flat[0]}, where labels are {must}"
+                + ("" if values is None else "; what does not count is -1"),
+            )
+        return found

@@ -23,7 +23,8 @@ _CHUNK = 512
 """Side of a zarr chunk: a window of a network's output touches few of them."""
 _CHUNK_OF_VOLUME = 64
 _TIFF = (".tif", ".tiff")
-_SUFFIXES = (*_TIFF, ".npy", ".zarr")
+_SUFFIXES = (".npy", ".zarr", ".ome.zarr")
+_WORDS = {1: "a trace", 2: "an image", 3: "a volume"}
 _NOTED_SECONDS = 4.0  # between two notes of what is written
 
 
@@ -136,15 +137,16 @@ def create_image(
     """
     path = Path(path)
     suffix = path.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ImageError(path, f"an image can be written as {', '.join(_SUFFIXES)}, not {suffix!r}")
+    suffixes = (*_TIFF, *_SUFFIXES) if dimensions == 2 else _SUFFIXES
+    if suffix not in suffixes:
+        raise ImageError(
+            path, f"{_WORDS[dimensions]} is written to a name that ends in {', '.join(suffixes)}"
+        )
     if not path.parent.is_dir():
         raise ImageError(path, f"there is no folder {path.parent} to write it in")
     shape, dtype = image_shape(path, shape, dimensions), np.dtype(dtype).newbyteorder("=")
     if dtype.kind not in "uif":
         raise ImageError(path, f"an image has integers or floats, not {dtype}")
-    if suffix in _TIFF and dimensions != 2:
-        raise ImageError(path, "a volume can be written as .npy or .zarr")
     if suffix in _TIFF:
         require("tifffile", path)  # now, not when all is computed
     part = _Part(path, f"{job} {shape} {dtype}" if job else "")

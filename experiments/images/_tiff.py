@@ -158,6 +158,10 @@ class _Reader:
         for page in pages:
             self._check_data(page)
         self.raw = self._raw()
+        # Made here: tifffile reads tags of the file for them, which threads must not do later.
+        self.decode = self.page.decode
+        self.is_jpeg = self.page.compression in _JPEG_COMPRESSIONS
+        self.header = self.page.jpegheader if self.is_jpeg else None
 
     def _check_data(self, page: Any) -> None:
         offsets, counts = page.dataoffsets, page.databytecounts
@@ -268,13 +272,10 @@ class _Reader:
 
     def _decode(self, page: int, index: int, data: bytes | None) -> np.ndarray:
         arguments = {}
-        if self.page.compression in _JPEG_COMPRESSIONS:
-            arguments = {
-                "jpegtables": self.pages[page].jpegtables,
-                "jpegheader": self.page.jpegheader,
-            }
+        if self.is_jpeg:
+            arguments = {"jpegtables": self.pages[page].jpegtables, "jpegheader": self.header}
         try:
-            segment, _, (_, *shape) = self.page.decode(data, index, **arguments)
+            segment, _, (_, *shape) = self.decode(data, index, **arguments)
         except Exception as error:
             kind = "tile" if self.page.is_tiled else "strip"
             raise ImageError(self.path, _undecodable(kind, index, error)) from error

@@ -11,8 +11,9 @@ from typing import Any
 from absl import app, flags
 from ml_collections import config_flags
 
-from .config import ConfigError, config_file, fields, load, model_options
+from .config import ConfigError, config_file, fields, load, plain_words
 from .ending import Signals, sentences
+from .options import data_options, model_options
 
 
 @functools.cache
@@ -46,17 +47,18 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
 
     def parse(argv: Sequence[str]) -> Sequence[str]:
-        argv, options = _model_options(_with_config(argv))
+        argv, options, data = _own_options(_with_config(argv))
         whole, sys.argv = sys.argv, argv  # where ml_collections looks for fields
         try:
             rest = flags.FLAGS(argv)
         except flags.Error as error:  # absl would add its usage, and FATAL
-            raise ConfigError(" ".join(str(error).split())) from error
+            raise ConfigError(plain_words(" ".join(str(error).split()))) from error
         finally:
             sys.argv = whole
-        if options:
+        if options or data:
             with config_flag().value.unlocked() as config:
                 config.model.update(options)
+                config.data.options.update(data)
         return rest
 
     with sentences(stopped, ConfigError):
@@ -75,32 +77,40 @@ def _with_config(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def _model_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The command line without options of the model that its config does not list, and these.
+def _own_options(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """The command line without options that its config does not list; those of the model; and
+    those of anybody's own data.
 
     Each other `--config.NAME` must be a field of the file that `--config` names.
     """
     paths = [a.partition("=")[2] for a in argv if a.lstrip("-").startswith("config=")]
     if not paths:
-        return list(argv), {}
+        return list(argv), {}, {}
     known = dict(fields(load(paths[-1])))
     rest: list[str] = []
-    options: dict[str, str] = {}
+    found: dict[str, dict[str, str]] = {"model": {}, "data.options": {}}
+    chosen = {"model.name": known.get("model.name"), "data.kind": known.get("data.kind")}
     words = iter(argv)
     for word in words:
         name, equals, text = word.lstrip("-").partition("=")
         field = name.removeprefix("config.")
+        of = field.rpartition(".")[0]
         if not name.startswith("config.") or field in known:
             rest.append(word)
-        elif field.startswith("model.") and "model.name" in known:
+            chosen.update({field: text} if field in chosen and equals else {})
+        elif of in found and "model.name" in known:
             text = text if equals else next(words, "-")
             if not equals and text.startswith("-"):
                 raise ConfigError(f"{word} needs a value, as {word}=VALUE")
-            options[field.removeprefix("model.")] = text
+            found[of][field.removeprefix(f"{of}.")] = text
         else:
             raise ConfigError(f"{paths[-1]} has no field {field!r}{_nearest(field, known)}")
-    chosen = [w.partition("=")[2] for w in argv if w.lstrip("-").startswith("config.model.name=")]
-    return rest, model_options([known.get("model.name"), *chosen][-1], options) if options else {}
+    model, data = found.values()
+    return (
+        rest,
+        model_options(str(chosen["model.name"]), model) if model else {},
+        data_options(str(chosen["data.kind"]), data) if data else {},
+    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

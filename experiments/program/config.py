@@ -6,14 +6,12 @@ of a field is the type of its first value. On the command line, `--config.train.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
-import inspect
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -170,6 +168,7 @@ def check(config: ConfigDict) -> None:
     for name in ("data.mean", "data.std"):
         allowed = (0, 1, config.data.channels)
         _require(config, name, lambda t: len(t) in allowed, f"have 1 or {allowed[2]} values, or 0")
+        _require(config, name, lambda t: all(isinstance(v, int | float) for v in t), "be numbers")
     if config.skip and config.mesh:
         raise ConfigError("`skip` does not go with a `mesh`, whose devices wait for each other")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
@@ -203,6 +202,12 @@ def check(config: ConfigDict) -> None:
             "folders, csv or tags), and must be at least `data.size` "
             f"(={config.data.size}), which must not be 0"
         )
+    for name in ("nodata", "regions", "mask_values", "ignored", "range", "level"):
+        if config.data[name] and config.data.kind != "folder":
+            raise ConfigError(
+                f"`data.{name}` (={config.data[name]!r}) is for files (`data.kind` folder), not "
+                f"for {config.data.kind!r}"
+            )
     if config.data.kind == "folder" and not config.data.path:
         raise ConfigError("`data.kind` is 'folder', so `data.path` must name one")
     try:
@@ -238,34 +243,6 @@ def with_defaults(config: ConfigDict) -> ConfigDict:
     full.model = config.model
     full.update({k: v for k, v in config.items() if k != "model"})
     return full
-
-
-def model_options(name: str, given: Mapping[str, str]) -> dict[str, Any]:
-    """Options of a model, as a command line has them, in the types of the model's own defaults.
-
-    >>> model_options("vgg16", {"width": "4", "pooled": "true", "dtype": "bfloat16"})
-    {'width': 4, 'pooled': True, 'dtype': 'bfloat16'}
-    """
-    try:
-        make = models.maker(name)
-        models.check_options(make, f"the model {name!r}", given)
-    except ValueError as error:
-        raise ConfigError(f"`model`: {error}") from error
-    called: Any = make.__init__ if isinstance(make, type) else make
-    defaults = {k: p.default for k, p in inspect.signature(called).parameters.items()}
-    return {k: _as_option(k, text, defaults.get(k)) for k, text in given.items()}
-
-
-def _as_option(name: str, text: str, default: Any) -> Any:
-    if isinstance(default, str):
-        return text
-    try:
-        value = ast.literal_eval({"true": "True", "false": "False"}.get(text, text))
-    except (ValueError, SyntaxError):
-        value = text
-    if isinstance(default, bool | int | float) and isinstance(value, str):
-        raise ConfigError(f"`model.{name}` (={text!r}) must be as its default, {default!r}")
-    return value
 
 
 def fields(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -322,7 +299,22 @@ def load(path: str) -> ConfigDict:
         text = re.sub(
             r" Other fields present:.*(?=Did you mean)| Other fields.*", " ", text, flags=re.S
         )
-        raise ConfigError(f"{file}: {' '.join(text.split())}") from error
+        raise ConfigError(f"{file}: {plain_words(' '.join(text.split()))}") from error
+
+
+def plain_words(text: str) -> str:
+    """What Python and ml_collections say of a value of another type, in words of the user's.
+
+    >>> plain_words("flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'")
+    "flag --config.train.steps=abc: 'abc' is not an integer"
+    """
+    text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not an integer", text)
+    text = re.sub(r"could not convert string to float: (.*)", r"\1 is not a number", text)
+    return re.sub(
+        r"Could not override field '(\w+)'.*\. (.*) is of original type .*to type <class '(\w+)'>",
+        r"`\1` (=\2) must be a \3",
+        text,
+    )
 
 
 def _value(config: ConfigDict, name: str) -> Any:

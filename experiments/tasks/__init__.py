@@ -34,6 +34,14 @@ def create(name: str, *, classes: int, dense: bool) -> Task:
         name = "segmentation" if dense else "classification"
     make = models.find(name, _TASKS, "task")
     task = models.call(make, f"the task {name!r}", {}, {"classes": classes, "dense": dense})
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"the task {name!r} makes a {type(task).__name__}, which is not derived from "
+            "experiments.tasks.Task"
+        )
+    for method in ("loss", "compare"):
+        if getattr(type(task), method) is getattr(Task, method):
+            raise ValueError(f"the task {name!r} has no `{method}(self, scores, labels)`")
     if task.dense != dense:
         raise ValueError(
             f"the task {name!r} needs scores for each {_unit(task.dense)}, but the model has some "

@@ -34,6 +34,11 @@ class Task:
     def __init__(self, classes: int, dense: bool = True):
         self.classes, self.dense = classes, dense
 
+    @property
+    def label_values(self) -> range | None:
+        """What a label can be, beside `unlabelled`; None: anything of its type."""
+        return None
+
     def loss(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
         """What training makes small: a number, the mean over the labels that count."""
         raise NotImplementedError
@@ -62,7 +67,8 @@ class Task:
 
     def describe(self, result: dict[str, Any]) -> str:
         """Metrics in one line."""
-        found = {k: v for k, v in result.items() if isinstance(v, int | float) and k != "step"}
+        apart = ("step", "counted")  # of these `remarks` tells
+        found = {k: v for k, v in result.items() if isinstance(v, int | float) and k not in apart}
         return ", ".join(f"{name} {text(value)}" for name, value in found.items())
 
     def remarks(self, result: dict[str, Any]) -> list[str]:

@@ -27,6 +27,10 @@ class _OneClass(Task):
     what: ClassVar[str]
     has_probabilities = True
 
+    @property
+    def label_values(self) -> range:
+        return range(self.classes)
+
     def loss(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
         return ops.softmax_cross_entropy(scores, self._ignoring(labels))
 
@@ -164,6 +168,10 @@ class MultiLabel(Task):
     def __init__(self, classes: int, dense: bool):
         super().__init__(classes, dense)
         self.label_channels = classes
+
+    @property
+    def label_values(self) -> range:
+        return range(2)
 
     def loss(self, scores: jax.Array, labels: jax.Array) -> jax.Array:
         return mean_of_counted(self._losses(scores, labels), labels != IGNORED)

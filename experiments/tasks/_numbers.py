@@ -16,7 +16,13 @@ class Regression(Task):
 
     The loss is the mean squared error. `r2` is the share of the labels' variance that is explained,
     over all channels together.
+
+    Attributes:
+      centre: a number near the labels. What is squared and added up is how far they are from it:
+        their variance would otherwise drown in the rounding of large numbers.
     """
+
+    centre: float = 0.0
 
     label_dtype, unlabelled, quality = np.float32, np.nan, "r2"
 
@@ -29,7 +35,7 @@ class Regression(Task):
 
     def compare(self, scores: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
         counted, errors = ~jnp.isnan(labels), self._errors(scores, labels)
-        known = jnp.where(counted, labels, 0)
+        known = jnp.where(counted, labels - self.centre, 0)
         found = {
             "loss": jnp.square(errors),
             "absolute": jnp.abs(errors),

@@ -27,6 +27,7 @@ from ..program.config import ConfigError
 
 _MOST_COUNTED = 2**32  # positions of a batch: they are counted with 32 bits
 _FARTHEST = 256  # positions to the next size that a model takes
+_FURTHER = 64  # positions to a larger size, which networks that halve images take too
 _ANY_SIZE = 256  # of images to make weights for, until the data are known
 
 Sums = dict[str, np.ndarray]
@@ -73,7 +74,7 @@ class Learner:
                 dtype=self.dtype,
             )
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"`model`: {error}") from error
+            raise ConfigError(f"`model`: {error}{models.line_of(error)}") from error
         if config.eval.batch_statistics and self.network.library != "nnx":
             raise ConfigError(
                 "`eval.batch_statistics` needs a model of Flax NNX, whose norms can be told apart "
@@ -96,14 +97,26 @@ class Learner:
     @functools.cached_property
     def lost(self) -> int:
         """By how many positions scores are fewer than pixels along an axis."""
-        scores = self._scores_of(self._fitting).shape
-        found = {n - m for n, m in zip(self._fitting[:-1], scores[1:-1], strict=True)}
-        if len(found) != 1 or (lost := found.pop()) < 0 or lost % 2:
+        scores, lost = self._lost_of(self._fitting)
+        *sizes, channels = self._fitting
+        larger = (*(n + _FURTHER for n in sizes), channels)
+        try:
+            also, lost_there = self._lost_of(larger)
+        except (ValueError, TypeError):  # it takes one size only
+            also, lost_there = scores, lost
+        if len({*lost, *lost_there}) != 1 or lost[0] < 0 or lost[0] % 2:
             raise ConfigError(
-                "`model`: scores for each position must lie in the centre of the image, but an "
-                f"image of shape {self._fitting} gives {scores}"
+                "`model`: there must be scores for each pixel, in the order of pixels, or without "
+                f"as many at each border: images of shape {self._fitting} give {scores}, of shape "
+                f"{larger} {also}. If there is one for several pixels, enlarge them in the model, "
+                "as jax.image.resize does"
             )
-        return lost
+        return lost[0]
+
+    def _lost_of(self, shape: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+        """The shape of scores, and by how many positions they are fewer along each axis."""
+        scores = self._scores_of(shape).shape
+        return scores, [n - m for n, m in zip(shape[:-1], scores[1:-1], strict=True)]
 
     @functools.cached_property
     def _fitting(self) -> tuple[int, ...]:
@@ -182,12 +195,36 @@ class Learner:
         try:
             found = self._scores_of(shape)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"the model does not fit the data: {error}") from error
+            raise ConfigError(
+                f"the model does not fit the data: {error}{models.line_of(error)}"
+            ) from error
         if found.shape[-1] != self.config.data.classes or found.ndim not in (2, self.spatial + 2):
             raise ConfigError(
                 f"the model does not fit the data: for images {(1, *shape)} its scores have shape "
                 f"{found.shape}, where `data.classes` (={self.config.data.classes}) are wanted for "
                 "each image or each position: (N, classes) or (N, ..., classes)"
+            )
+
+    def check_task(self, shape: Sequence[int], label_shape: Sequence[int]) -> None:
+        """Raise an error if somebody's own task lacks what a run needs, before its first step."""
+        name, task = f"`task` (={self.config.task!r})", self.task
+        scores = self._scores_of(shape)
+        labels = jax.ShapeDtypeStruct((1, *label_shape), task.label_dtype)
+        loss = jax.eval_shape(task.loss, scores, labels)
+        if loss.shape:
+            raise ConfigError(f"{name}: `loss` must be one number, but has shape {loss.shape}")
+        sums = jax.eval_shape(task.compare, scores, labels)
+        positions = labels.ndim - (task.label_channels is not None)
+        try:
+            found = task.metrics({n: np.ones(v.shape[positions:]) for n, v in sums.items()})
+        except KeyError as error:
+            raise ConfigError(
+                f"{name}: `metrics` asks for {error}, but `compare` gives {', '.join(sums)}"
+            ) from error
+        if task.quality not in found:
+            raise ConfigError(
+                f"{name}: `quality` (={task.quality!r}) must be one of the metrics: "
+                f"{', '.join(found)}"
             )
 
     def _scores_of(self, shape: Sequence[int]) -> Any:

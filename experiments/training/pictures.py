@@ -23,6 +23,18 @@ _SMOOTH = 0.9  # of the last value in a smoothed curve
 _MOST_PIXELS = 1024  # along a side of what is drawn
 
 
+def limits(values: Sequence[float | None], also: Sequence[float]) -> tuple[float, float]:
+    """Of an axis that shows all these values with some room, and `also` these.
+
+    >>> limits([2.0, None, 5.0], (0,))
+    (0, 5.25)
+    """
+    found = [*also, *(v for v in values if v is not None and np.isfinite(v))] or [0]
+    low, high = min(found), max(found)
+    room = 0.05 * (high - low) or 0.05
+    return low if low in also else low - room, high + room
+
+
 def loss_curve(lines: Sequence[dict[str, Any]], quality: str, path: pathlib.Path) -> None:
     """Training loss by step, and the evaluation's loss and quality."""
     train = [line for line in lines if "split" not in line]
@@ -35,11 +47,13 @@ def loss_curve(lines: Sequence[dict[str, Any]], quality: str, path: pathlib.Path
     left.plot(at, losses, color="C0", lw=0.6, alpha=0.4)
     left.plot(at, smooth, color="C0", lw=1.2, label="training loss, smoothed")
     steps = [x["step"] for x in evals]
-    left.plot(steps, [x["loss"] for x in evals], "o-", color="C1", label="evaluation loss")
-    left.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    evaluated, qualities = ([x.get(name) for x in evals] for name in ("loss", quality))
+    left.plot(steps, evaluated, "o-", color="C1", label="evaluation loss")
+    left.set(xlabel="step", ylabel="loss", ylim=limits([*losses, *evaluated], (0,)))
     right = left.twinx()
-    right.plot(steps, [x[quality] for x in evals], "s--", color="C2", label=quality)
-    right.set(ylabel=quality, ylim=(None, 1))
+    right.plot(steps, qualities, "s--", color="C2", label=quality)
+    are_shares = all(0 <= v <= 1 for v in qualities if v is not None)
+    right.set(ylabel=quality, ylim=limits(qualities, (0, 1) if are_shares else ()))
     handles = [h for axis in (left, right) for h in axis.get_legend_handles_labels()[0]]
     left.legend(handles=handles, loc="center right")
     _save(figure, path)

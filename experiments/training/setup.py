@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import data
+from .. import data, tasks
 from ..devices.cudnn import CudnnError, exclude_unordered
 from ..devices.hosts import Devices
 from ..images import ImageError
 from ..program.config import ConfigError
 from .learner import Learner
 
+_FEW = 64  # positions along each axis
 _ALGORITHMS = "xla_gpu_per_fusion_autotune_cache_dir"  # JAX's name for it
 
 
@@ -88,9 +89,25 @@ def load_data(learner: Learner) -> tuple[data.Dataset, data.Dataset]:
         _check_labels(learner, dataset)
         dataset.label_dtype = np.dtype(learner.task.label_dtype)
         dataset.unlabelled = learner.task.unlabelled
+        dataset.label_values = learner.task.label_values
         size = [learner.output_size(n) for n in dataset.shape[:-1]] if learner.task.dense else ()
         dataset.take_labels(learner.label(size), dense=learner.task.dense)
+    if isinstance(learner.task, tasks.Regression):
+        learner.task.centre = _centre(eval_set)
+    if ":" in config.task:
+        learner.check_task(eval_set.shape, eval_set.label_shape)
     return train_set, eval_set
+
+
+def _centre(dataset: data.Dataset) -> float:
+    """The mean of some labels of the first example; 0 if none of them counts."""
+    image, label, _ = dataset.good_example(0, None, lazy=True)
+    values = np.asarray(label[tuple(slice(0, min(n, _FEW)) for n in label.shape)], np.float64)
+    for opened in (image, label):
+        if hasattr(opened, "delete"):
+            opened.delete()
+    counted = values[np.isfinite(values)]
+    return float(np.float32(counted.mean())) if counted.size else 0.0
 
 
 def _check_labels(learner: Learner, dataset: data.Dataset) -> None:
