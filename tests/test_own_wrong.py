@@ -111,7 +111,7 @@ def loaded(model="Net", task="auto", options=None, **of_model):
         ("Net", {"strides": 2}, r"\(16, 16, 1\) give \(1, 8, 8, 2\), .*\(80, 80, 1\).*enlarge"),
         ("Pair", {}, "the model returns a tuple, where one array is wanted"),
         ("Net", {"more": 1}, r"fit the data: .*mine_alone\.py:12, in __call__"),
-        ("Misspelt", {}, r"unexpected keyword argument 'rng' \(.*mine_alone\.py:24, in __init__"),
+        ("Misspelt", {}, r"unexpected keyword argument 'rng'.* \(.*mine_alone\.py:24, in __init__"),
         ("Deep", {}, r"needs a value for 'hidden', .*in_channels, classes.*as an option"),
         ("number", {}, "`model.name`: the model 'mine_alone:number' is a int, where a class"),
     ],
