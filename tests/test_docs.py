@@ -76,6 +76,7 @@ def test_what_skipping_saves_is_printed():
     assert 0.2 < tiles < 0.35
 
 
+@pytest.mark.slow
 def test_traces_are_trained_on(tmp_path):
     shutil.copy(EXAMPLE_PROGRAMS / "seismic.py", tmp_path)
     given = ["--config=seismic.py", f"--workdir={tmp_path / 'run'}", "--config.train.steps=2"]

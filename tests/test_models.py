@@ -109,7 +109,7 @@ UNETS = {
 }
 
 
-@parametrize_few("name", UNETS, always=2)
+@parametrize_few("name", UNETS)
 def test_unet(name):
     options, shape, tiles, policy = UNETS[name]
     model = drawn("unet", 1, 3, **options)
@@ -411,15 +411,28 @@ def test_vgg16_with_a_pooled_classifier():
     np.testing.assert_allclose(model(image), expected, rtol=1e-5)
 
 
-def test_vgg16_with_a_score_for_each_pixel():
-    """Each score stands for 32 x 32 pixels; in tiles that do not fit these squares, too."""
+def with_a_score_for_each_pixel():
     options = {"dense": True, "width": 2, "param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-    model = models.VGG16(3, **options)
-    image, labels = normal(0, 1, 64, 96, 3), np.random.default_rng(0).integers(0, 3, (1, 64, 96))
+    return models.VGG16(3, **options), normal(0, 1, 64, 96, 3)
+
+
+def test_vgg16_with_a_score_for_each_pixel():
+    """Each score stands for 32 x 32 pixels."""
+    model, image = with_a_score_for_each_pixel()
     scores = np.asarray(model(image))
     coarse = scores[:, ::32, ::32]
     np.testing.assert_array_equal(scores, coarse.repeat(32, 1).repeat(32, 2))
     assert np.ptp(coarse) > 0
+    with pytest.raises(ValueError, match="64, 80"):
+        model(image[:, :, :80])
+    with pytest.raises(ValueError, match="`dense` wants `num_classes`"):
+        models.VGG16(dense=True, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.slow
+def test_tiles_that_do_not_fit_the_squares_of_scores():
+    model, image = with_a_score_for_each_pixel()
+    labels = np.random.default_rng(0).integers(0, 3, (1, 64, 96))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, image, labels):
@@ -429,7 +442,3 @@ def test_vgg16_with_a_score_for_each_pixel():
     tiled = jaxtile.checkpoint(loss, in_axes=axes, tiles=(2, 5))
     args = params, image, labels
     assert_close(jax.jit(jax.grad(tiled))(*args), jax.jit(jax.grad(loss))(*args))
-    with pytest.raises(ValueError, match="64, 80"):
-        model(image[:, :, :80])
-    with pytest.raises(ValueError, match="`dense` wants `num_classes`"):
-        models.VGG16(**options)

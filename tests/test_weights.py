@@ -335,6 +335,7 @@ def test_vgg16_with_a_classifier_that_slides(tmp_path, options):
     np.testing.assert_array_equal(kernel, np.float32(tensors["features.0.weight"]).T.swapaxes(0, 1))
 
 
+@pytest.mark.slow
 def test_vgg16_of_timm():
     """Its dense layers are convolutions; names may have what DataParallel puts before them."""
     ours, timms = (make("vgg16", 3, width=2) for _ in range(2))
@@ -383,6 +384,7 @@ def test_a_unet_with_the_encoder_of_vgg16(tmp_path):
         make("unet", 3, **{**options, "padding": "VALID"})
 
 
+@pytest.mark.slow
 def test_a_unet_with_the_encoder_of_resnet50(tmp_path):
     tensors = state_dict()
     np.savez(tmp_path / "resnet50.npz", **tensors)
