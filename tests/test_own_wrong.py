@@ -84,6 +84,15 @@ MINE = """
         pass
 
     number = 3
+
+    from flax import linen
+
+    class Placed(linen.Module):
+        classes: int = 2
+        @linen.compact
+        def __call__(self, x):
+            place = self.param("place", linen.initializers.normal(), x.shape[1:])
+            return linen.Conv(self.classes, (3, 3))(x + place)
 """
 
 
@@ -119,6 +128,12 @@ def loaded(model="Net", task="auto", options=None, **of_model):
 def test_models(model, options, words):
     with pytest.raises(ConfigError, match=words):
         loaded(model, **options)
+
+
+def test_a_model_of_one_size():
+    """Linen's error at another size is none of Python's."""
+    train_set, _ = loaded("Placed")
+    assert (train_set.label_shape, train_set.border) == ((16, 16), (0, 0))
 
 
 def test_scores_without_the_border_are_those_of_the_centre():

@@ -102,7 +102,7 @@ class Learner:
         larger = (*(n + _FURTHER for n in sizes), channels)
         try:
             also, lost_there = self._lost_of(larger)
-        except (ValueError, TypeError):  # it takes one size only
+        except Exception:  # whatever its library raises: it takes one size only
             also, lost_there = scores, lost
         if len({*lost, *lost_there}) != 1 or lost[0] < 0 or lost[0] % 2:
             raise ConfigError(
