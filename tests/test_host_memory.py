@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import SingleDeviceSharding
 
 import jaxtile
@@ -127,6 +127,38 @@ def test_what_is_offloaded_is_moved_by_window(tiles):
     sizes = [*moved(jax.make_jaxpr(step)(W, x, LABELS).jaxpr)]
     assert len(sizes) > 5
     assert max(sizes) < 2 * 7 * 6 * 4
+
+
+def test_each_array_in_host_memory_is_made_anew():
+    """Of one number, and each of another one: else XLA makes those of one shape once, keeps what it
+    made, and copies all of it, in host memory, for every loop that writes there.
+    """
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(3, 2), policy=OFFLOADED)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(tiled))(W, image(np.uint8), LABELS).jaxpr
+    numbers = [*made_on_host(jaxpr)]
+    assert len(numbers) >= 2  # values and cotangents
+    assert all(isinstance(n, Var) for n in numbers)
+    assert len(set(numbers)) == len(numbers)
+
+
+def made_on_host(jaxpr):
+    """The number that each array is made of that is made in host memory."""
+    even = {
+        v: e.invars[0]
+        for e in jaxpr.eqns
+        if e.primitive.name == "broadcast_in_dim"
+        for v in e.outvars
+    }
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put":
+            made = (even.get(v) for v, o in zip(eqn.invars, eqn.outvars, strict=True) if on_host(o))
+            yield from (n for n in made if n is not None)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from made_on_host(inner)
+
+
+def on_host(variable):
+    return variable.aval.memory_space is jax.memory.Space.Host
 
 
 def test_what_is_offloaded_and_read_whole_is_moved_whole():

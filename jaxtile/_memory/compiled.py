@@ -16,13 +16,15 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Bytes:
-    """Bytes on the device, by kind."""
+    """Bytes of a program, by kind: on the device, but for `host`."""
 
     arguments: int
     outputs: int
     aliases: int
     """Outputs that lie in donated arguments, and so are counted twice above."""
     temporaries: int
+    host: int = 0
+    """Temporaries in host memory, if the device has memory of its own."""
 
     @property
     def fixed(self) -> int:
@@ -42,6 +44,7 @@ class Bytes:
             analysis.output_size_in_bytes,
             analysis.alias_size_in_bytes,
             analysis.temp_size_in_bytes,
+            analysis.host_temp_size_in_bytes,
         )
 
 

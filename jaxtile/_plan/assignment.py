@@ -9,7 +9,7 @@ them it copies.
 Memory. While a region is differentiated there are all kept arrays before it, the whole cotangents
 of what it computes and reads and of everything that spans it, and what one of its tiles holds. A
 loop that reads an input at the positions that it computes needs one array for both cotangents. What
-is hosted takes time to move instead: see `WINDOWED`.
+is hosted takes time to move instead, for every loop that reads it.
 
 Limits: an estimate ranks schedules, and the compiler has the last word (`search`).
 """
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..policy import Outline
-from .costs import WINDOWED, Costs
+from .costs import HOSTED_ONCE, HOSTED_PER_READER, Costs
 from .facts import Facts, bits
 from .regions import Cost, Region, Regions
 from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment
@@ -40,6 +40,10 @@ class Segment(NamedTuple):
     regions: list[Region]
     kept: float
     """Bytes that stay after it."""
+    hosted: float
+    """The same, in host memory."""
+    most_hosted: float
+    """The most bytes there while it runs, beyond those of what comes before the segment."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Estimate:
     needs: np.ndarray
     """Per region, bytes while it runs, forwards or backwards."""
     regions: list[Region]
+    hosted: float
+    """The most bytes in host memory."""
 
     @property
     def peak(self) -> float:
@@ -69,6 +75,7 @@ class Assignments:
         depend on what lies elsewhere, and is not worked out again.
         """
         seconds, kept, needs, regions = 0.0, 0.0, [], []
+        hosted = most_hosted = 0.0
         for joint, own in self._split(given.states):
             key = (
                 own[0],
@@ -84,7 +91,9 @@ class Assignments:
             needs += [kept + n for n in found.needs]
             regions += found.regions
             kept += found.kept
-        return Estimate(seconds, np.array(needs), regions)
+            most_hosted = max(most_hosted, hosted + found.most_hosted)
+            hosted += found.hosted
+        return Estimate(seconds, np.array(needs), regions, most_hosted)
 
     def _split(self, states: Sequence[int]) -> Iterator[tuple[int | None, list[int]]]:
         """Segments: the kept result that each one begins with, and its operations."""
@@ -113,8 +122,8 @@ class Assignments:
             region.cost = self._cost(region, states)
         once = {k for r in regions if r.mode.grid is None for k in r.own}
         seconds += sum(r.cost.seconds for r in regions) + facts.plain(once)
-        moved = WINDOWED * sum(facts.bytes[k] for k in own if states[k] == HOSTED)
-        seconds += moved / (self.costs.host_bandwidth or math.inf)
+        hosted = [k for k in known if states[k] == HOSTED]
+        seconds += self._moved_to_host(regions, hosted, joint) if hosted else 0.0
         held = {k: facts.held[k] for k in once}
         for k in own:
             if states[k] == KEPT:
@@ -122,8 +131,17 @@ class Assignments:
         for region in regions:
             if region.mode.grid is None:
                 held |= {i: facts.bytes[i] for i in region.reads if i != joint}
-        needs = self._needs(regions, states, known, held)
-        return Segment(seconds, needs, regions, sum(held.values()))
+        last = _last_reads(regions)
+        needs = self._needs(regions, states, known, held, last)
+        most_hosted = self._most_hosted(regions, hosted, own, last) if hosted else 0.0
+        return Segment(
+            seconds,
+            needs,
+            regions,
+            kept=sum(held.values()),
+            hosted=sum(facts.bytes[k] for k in hosted if k != joint),
+            most_hosted=most_hosted,
+        )
 
     def _cost(self, region: Region, states: Sequence[int]) -> Cost:
         facts = self.facts
@@ -213,6 +231,19 @@ class Assignments:
         cotangents = sum(facts.cotangent[i] for i in region.reads) + facts.cotangent[region.end]
         return 2 * (read + cotangents + tiled_forward * (read + made)) / self.costs.bandwidth
 
+    def _moved_to_host(
+        self, regions: Sequence[Region], hosted: Sequence[int], joint: int | None
+    ) -> float:
+        """Seconds to move values in host memory and their cotangents, there and back."""
+        size = self.facts.bytes
+        times = dict.fromkeys(hosted, HOSTED_ONCE)
+        times |= {} if joint not in times else {joint: 0}
+        for i in itertools.chain.from_iterable(r.reads for r in regions):
+            if i in times:
+                times[i] += HOSTED_PER_READER
+        moved = sum(size[k] * n for k, n in times.items())
+        return moved / (self.costs.host_bandwidth or math.inf)
+
     def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
         """Per operation, the share of its positions that a tile computes: from the last to the
         first, each asks for as many positions of what it reads as it needs.
@@ -244,14 +275,10 @@ class Assignments:
         states: Sequence[int],
         known: Sequence[int],
         held: Mapping[int, float],
+        last: Mapping[int, int],
     ) -> list[float]:
         """Bytes while each region runs, forwards or backwards, besides those of other segments."""
-        facts = self.facts
-        last: dict[int, int] = {}
-        for region in regions:
-            for i in region.reads:
-                last[i] = max(last.get(i, i), region.end)
-        begin = known[0]
+        facts, begin = self.facts, known[0]
         # What changes from one operation to the next.
         kept, cotangents, passing = ([0.0] * (known[-1] + 3 - begin) for _ in range(3))
         for k in known:
@@ -275,6 +302,22 @@ class Assignments:
                 backward -= facts.cotangent[end]
             needs.append(kept[end - begin] + max(backward, forward))
         return needs
+
+    def _most_hosted(
+        self,
+        regions: Sequence[Region],
+        hosted: Sequence[int],
+        own: Sequence[int],
+        last: Mapping[int, int],
+    ) -> float:
+        """Bytes in host memory at the worst moment of the backward pass. A value waits there until
+        the region that made it is differentiated, and its cotangents from its last reader on.
+        """
+        size, inside = self.facts.bytes, set(own)
+        return max(
+            sum(size[k] * ((k in inside) + (last.get(k, k) >= r.end)) for k in hosted if k <= r.end)
+            for r in regions
+        )
 
     def _shares_cotangents(self, region: Region, last: Mapping[int, int]) -> bool:
         """Do the cotangents of an input take the place of the result's?"""
@@ -303,3 +346,12 @@ class Assignments:
                 if same and self.facts.outline.parts[i].operation.output.shape == whole
             ]
         return self._beside[own, end]
+
+
+def _last_reads(regions: Sequence[Region]) -> dict[int, int]:
+    """Per whole result, the end of the last region that reads it."""
+    last: dict[int, int] = {}
+    for region in regions:
+        for i in region.reads:
+            last[i] = max(last.get(i, i), region.end)
+    return last

@@ -26,10 +26,10 @@ import numpy as np
 from .._graph.operations import Operation
 from .._graph.sample import Sample
 
-WINDOWED = 7
-"""Times that the bytes of a value in host memory are moved: it is written, and read in both passes;
-its sum of cotangents is written as zeros, read and written by the loop that adds to it, and read by
-the one that made the value."""
+HOSTED_ONCE, HOSTED_PER_READER = 3, 4
+"""Times that the bytes of a value in host memory are moved. It is written; its sum of cotangents is
+written as zeros, and read by the loop that made the value. Every loop that reads the value does so
+in both passes, and reads and writes the sum of cotangents to add to it."""
 
 
 class Timing(NamedTuple):
@@ -241,3 +241,11 @@ def has_host_memory() -> bool:
     """Does the device have memory of its own, so that arrays can wait in the host's?"""
     memories = jax.devices()[0].addressable_memories()
     return jax.default_backend() != "cpu" and any(m.kind == "pinned_host" for m in memories)
+
+
+def host_memory(here: bool) -> int:
+    """Bytes of host memory that XLA gives to arrays of a GPU: 64 GiB, unless it is told otherwise,
+    and, if the GPU is here, no more than this machine has.
+    """
+    given = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 30
+    return min(given, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if here else given

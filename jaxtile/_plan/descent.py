@@ -16,10 +16,11 @@ better. The random numbers are the same each time, and so is the plan.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -40,6 +41,13 @@ _LOOKS = 1000  # assignments that are looked at meanwhile
 _NEAR = 8  # one part of the network in so many is shaken at a time
 
 
+class Room(NamedTuple):
+    """Bytes that a schedule may need."""
+
+    device: float
+    host: float = 0.0
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Found:
     seconds: float
@@ -48,10 +56,16 @@ class Found:
     assignment: Assignment
     kept: float = 0.0
     """Bytes that stay, if it is of a span."""
+    hosted: float = 0.0
+    """The most bytes in host memory."""
 
-    def excess(self, allowed: float) -> float:
-        """Bytes beyond an allowance, of all regions together."""
-        return float(np.maximum(self.needs - allowed, 0).sum())
+    def excess(self, room: Room) -> float:
+        """Bytes beyond what there is room for, of all regions together."""
+        beyond = float(np.maximum(self.needs - room.device, 0).sum())
+        return beyond + max(self.hosted - room.host, 0.0)
+
+    def fits(self, room: Room) -> bool:
+        return self.peak <= room.device and self.hosted <= room.host
 
 
 class Walk:
@@ -59,19 +73,19 @@ class Walk:
 
     def __init__(self) -> None:
         self.steps: Iterator[Found] = iter(())
-        self.peak = math.inf
+        self.here: Found | None = None
         self.seen: list[Found] = []
         """All that were looked at on the way, too."""
 
-    def to(self, allowed: float) -> None:
-        while not self.seen or self.peak > allowed:
+    def to(self, room: Room) -> None:
+        while self.here is None or not self.here.fits(room):
             found = next(self.steps, None)
             if found is None:
                 return
-            self.peak = found.peak
+            self.here = found
 
-    def fastest(self, allowed: float) -> Found | None:
-        fits = (f for f in self.seen if f.peak <= allowed)
+    def fastest(self, room: Room) -> Found | None:
+        fits = (f for f in self.seen if f.fits(room))
         return min(fits, key=lambda f: f.seconds, default=None)
 
 
@@ -83,9 +97,11 @@ class Descent:
         costs: Assignments,
         grids: Sequence[tuple[int, ...]],
         span: Span | None = None,
-        offload: bool = False,
+        host: float = 0.0,
     ):
-        self.states = (INSIDE, PASSING, RESTORED, KEPT, HOSTED)[: 4 + offload]
+        """`host`: bytes of host memory for results that wait there."""
+        self.host = host
+        self.states = (INSIDE, PASSING, RESTORED, KEPT, HOSTED)[: 4 + (host > 0)]
         self.costs, self.facts = costs, costs.facts
         self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
@@ -110,44 +126,65 @@ class Descent:
         `others`: assignments that somebody else found, and that may be improved; `spanned`: one
         that was put together from spans, which is better than what walks through all lead to.
         """
+        room = Room(allowed, self.host)
         given = [*others] if spanned is None else [*others, spanned]
         begun = [self._look(self._normal(a.states, a.modes)) for a in given]
-        begun = [f for f in (*begun, *self._answers) if f.peak <= allowed]
+        begun = [f for f in (*begun, *self._answers) if f.fits(room)]
         if spanned is None or not begun:
             for walk in self._walks:
-                walk.to(_BEYOND * allowed)
-                begun += [f for f in (walk.fastest(allowed),) if f is not None]
-            looping = (f for f in map(self._look, self._loops()) if f.peak <= allowed)
-            begun += sorted(looping, key=lambda f: f.seconds)[:1]
+                walk.to(Room(_BEYOND * allowed, self.host))
+                begun += [f for f in (walk.fastest(room),) if f is not None]
+        if spanned is None or not begun or self.host:  # spans know nothing of host memory
+            begun += self._looping(room)
+        if not begun and self.host and (least := self.smallest().peak) > allowed:
+            self.fastest(least)  # what is faster there, with host memory, may need less as well
+            begun = sorted((f for f in self.seen() if f.fits(room)), key=lambda f: f.seconds)[:1]
         if not begun:
             return None
-        begun = [self._improved(f, allowed, single=False) for f in dict.fromkeys(begun)]
+        begun = [self._improved(f, room, single=False) for f in dict.fromkeys(begun)]
         found = sorted(begun, key=lambda f: f.seconds)[:_IMPROVED]
         for single in (True, False, True):
-            found = [self._improved(f, allowed, single) for f in found]
-        found = [self._shaken(f, allowed, times=1) for f in found]
-        best = self._shaken(min(found, key=lambda f: f.seconds), allowed, times=_IMPROVED)
+            found = [self._improved(f, room, single) for f in found]
+        found = [self._shaken(f, room, times=1) for f in found]
+        best = self._shaken(min(found, key=lambda f: f.seconds), room, times=_IMPROVED)
         self._answers = [best, *self._answers][:_IMPROVED]
         return best
 
     def smallest(self) -> Found:
         for walk in self._walks:
-            walk.to(0)
-        return min((f for walk in self._walks for f in walk.seen), key=lambda f: f.peak)
+            walk.to(Room(0.0, self.host))
+        found = [f for walk in self._walks for f in walk.seen if f.hosted <= self.host]
+        return min(found, key=lambda f: f.peak)
 
     def seen(self) -> list[Found]:
         return list(self._seen.values())
 
-    def _improved(self, best: Found, allowed: float, single: bool) -> Found:
+    def _looping(self, room: Room) -> list[Found]:
+        """Of each kind of `_loops`, the fastest that fits; or, from the nearest, where a walk leads
+        that makes it fit.
+        """
+        found: list[Found | None] = []
+        for state, cuts in itertools.product(self.states[KEPT:], self._cuts()):
+            begun = map(self._look, self._loops(state, cuts))
+            nearest = min(begun, key=lambda f: (f.excess(room), f.seconds), default=None)
+            if nearest is not None and not nearest.fits(room):
+                walk = Walk()
+                walk.steps = self._descend(nearest.assignment, walk.seen, room.device)
+                walk.to(room)
+                nearest = walk.fastest(room)
+            found.append(nearest)
+        return [f for f in found if f is not None]
+
+    def _improved(self, best: Found, room: Room, single: bool) -> Found:
         """Take every move that is faster and fits, one after the other."""
         for move in list(self._decisions(single)):
             for assignment in self._changed(best.assignment, *move):
                 found = self._look(assignment)
-                if found.peak <= allowed and found.seconds < 0.9995 * best.seconds:
+                if found.fits(room) and found.seconds < 0.9995 * best.seconds:
                     best = found
         return best
 
-    def _shaken(self, best: Found, allowed: float, times: int) -> Found:
+    def _shaken(self, best: Found, room: Room, times: int) -> Found:
         """A better assignment, by moves at random and what follows from them."""
         rng, enough = random.Random(0), len(self._seen) + times * _LOOKS
         moves = [m for single in (True, False) for m in self._decisions(single)]
@@ -160,23 +197,23 @@ class Descent:
             shaken = best.assignment
             for move in near[: rng.randint(1, 4)]:
                 shaken = rng.choice([shaken, *self._changed(shaken, *move)])
-            found = self._settled(self._look(shaken), near, allowed, best.seconds)
-            if found.peak <= allowed and found.seconds < best.seconds:
+            found = self._settled(self._look(shaken), near, room, best.seconds)
+            if found.fits(room) and found.seconds < best.seconds:
                 best = found
         return best
 
-    def _settled(self, here: Found, moves: Sequence[Move], allowed: float, limit: float) -> Found:
+    def _settled(self, here: Found, moves: Sequence[Move], room: Room, limit: float) -> Found:
         """Take every move that brings it nearer to fitting within a limit of time, or, once it
         fits, is faster.
         """
         for move in moves:
             for assignment in self._changed(here.assignment, *move):
                 found = self._look(assignment)
-                if here.peak > allowed:
-                    nearer = found.excess(allowed) < 0.99 * here.excess(allowed)
+                if not here.fits(room):
+                    nearer = found.excess(room) < 0.99 * here.excess(room)
                     better = nearer and found.seconds < limit
                 else:
-                    better = found.peak <= allowed and found.seconds < 0.9995 * here.seconds
+                    better = found.fits(room) and found.seconds < 0.9995 * here.seconds
                 here = found if better else here
         return here
 
@@ -187,37 +224,46 @@ class Descent:
         kept = [KEPT if k in self.facts.joints else INSIDE for k in range(n)]
         yield self._normal(kept, [Mode("whole")] * n)
 
-    def _loops(self) -> Iterator[Assignment]:
-        """All in tiles of one grid, between results that nothing spans. Walks may not get there: if
-        not even one result fits whole, several of them have to change together.
+    def _cuts(self) -> Iterator[Collection[int]]:
+        """Where a network may be cut: at results that nothing spans; and at those of operations
+        that read around a position, since the rest is then computed again without a halo.
         """
+        yield self.facts.joints
+        yield {k for k in range(self.facts.n) if not self.facts.by_position[k]}
+
+    def _loops(self, state: int, cuts: Collection[int]) -> Iterator[Assignment]:
+        """All in tiles of one grid, with one state at all cuts. Walks may not get there: if not
+        even one result fits whole, several of them have to change together.
+        """
+        states = [state if k in cuts else INSIDE for k in range(self.facts.n)]
         for mode in self.modes:
             if mode.loops and all(self._enough(zone, mode.grid) for zone in self.zones):
-                for state in self.states[KEPT:]:
-                    states = [
-                        state if k in self.facts.joints else INSIDE for k in range(self.facts.n)
-                    ]
-                    yield self._normal(states, [mode] * self.facts.n)
+                yield self._normal(states, [mode] * self.facts.n)
 
-    def _descend(self, start: Assignment, seen: list[Found]) -> Iterator[Found]:
+    def _descend(
+        self, start: Assignment, seen: list[Found], allowed: float = 0.0
+    ) -> Iterator[Found]:
         """Give up as little time per byte as possible, until nothing gets smaller.
 
-        The allowance falls in small steps. What counts are the bytes beyond it of all regions: if
-        several are too large, each of them must get smaller, and no single move reduces the peak.
+        The allowance falls in small steps, from what is `allowed` if that is more than the start
+        needs. What counts are the bytes beyond it of all regions: if several are too large, each of
+        them must get smaller, and no single move reduces the peak.
         """
         here = self._look(start)
         seen.append(here)
-        allowed, prices = here.peak, dict.fromkeys(range(len(self.moves)), -math.inf)
+        room = Room(max(here.peak, allowed), self.host)
+        prices = dict.fromkeys(range(len(self.moves)), -math.inf)
         while True:
             yield here
-            if here.peak <= allowed:
-                allowed, prices = _STEP * here.peak, dict.fromkeys(prices, -math.inf)
+            if here.fits(room):
+                room = room._replace(device=_STEP * here.peak)
+                prices = dict.fromkeys(prices, -math.inf)
             best: tuple[float, Found] | None = None
             # A price is near to what it was before the last move: look at the lowest ones first.
             for move in sorted(prices, key=prices.__getitem__):
                 if best is not None and prices[move] > best[0]:
                     break
-                prices[move], found = self._cheapest(here, self.moves[move], allowed, seen)
+                prices[move], found = self._cheapest(here, self.moves[move], room, seen)
                 if found is not None and (best is None or prices[move] < best[0]):
                     best = prices[move], found
             if best is None:
@@ -225,15 +271,15 @@ class Descent:
             here = best[1]
 
     def _cheapest(
-        self, here: Found, move: Move, allowed: float, seen: list[Found]
+        self, here: Found, move: Move, room: Room, seen: list[Found]
     ) -> tuple[float, Found | None]:
         """What a move costs per byte that it saves, and where it leads; none, if it saves none."""
-        excess = here.excess(allowed)
+        excess = here.excess(room)
         best: tuple[float, Found | None] = (math.inf, None)
         for assignment in self._changed(here.assignment, *move):
             found = self._look(assignment)
             seen.append(found)
-            saved = excess - found.excess(allowed)
+            saved = excess - found.excess(room)
             if saved > 0.001 * excess:
                 best = min(best, (_price(found.seconds - here.seconds, saved), found), key=_first)
         return best
@@ -248,7 +294,13 @@ class Descent:
     def _found(self, assignment: Assignment) -> Found:
         if not self.is_part:
             estimate = self.costs.estimate(assignment)
-            return Found(estimate.seconds, estimate.needs, estimate.peak, assignment)
+            return Found(
+                estimate.seconds,
+                estimate.needs,
+                estimate.peak,
+                assignment,
+                hosted=estimate.hosted,
+            )
         part = self.costs.segment(self.span.begin, self.span.own, assignment)
         needs = np.array(part.needs)
         return Found(part.seconds, needs, float(needs.max(initial=0.0)), assignment, part.kept)

@@ -34,6 +34,8 @@ class Plan:
     plain_bytes: int
     measured_seconds: float | None = None
     """Of a step, if it was run."""
+    host_bytes: int = 0
+    """Compiled, in host memory: of results that wait there, and of their cotangents."""
 
     @property
     def choices(self) -> Choices:
@@ -80,7 +82,9 @@ class Plan:
         )
         lines += [
             f"bytes: budget {budget}, estimated {format_bytes(self.estimated_bytes)}, "
-            f"compiled {compiled}; plain estimated {format_bytes(self.plain_bytes)}",
+            f"compiled {compiled}"
+            + (f" and {format_bytes(self.host_bytes)} in host memory" if self.host_bytes else "")
+            + f"; plain estimated {format_bytes(self.plain_bytes)}",
             f"time: estimated {format_ms(self.seconds)} ms, "
             f"{self.seconds / self.plain_seconds:.2f}x plain, with the costs of {self.device}",
         ]

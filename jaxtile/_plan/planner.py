@@ -24,7 +24,7 @@ from .._run.ordering import host_of, on_host, to_device, typed
 from .._schedule import Options, tiled
 from ..policy import Choice, Choices, Outline, outline
 from .absent import absent_device, placed
-from .costs import Costs, built_in_for_another
+from .costs import Costs, built_in_for_another, has_host_memory, host_memory
 from .costs import costs as costs_of_device
 from .measuring import with_measured
 from .plan import Plan
@@ -38,7 +38,7 @@ def plan(
     budget: int | str,
     step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     step_args: Sequence[Any] | None = None,
-    offload: bool = False,
+    offload: bool | int | str = False,
     costs: Costs | None = None,
     measure: bool = False,
     steps: float = math.inf,
@@ -59,7 +59,9 @@ def plan(
         gradients with respect to all float arguments that are not tiled. If the step has an
         optimiser in it, say so here: `step=lambda tiled: train_step_of(tiled)`.
       step_args: the arguments of the step, if they are not `args`.
-      offload: may results wait in host memory?
+      offload: may results wait in host memory, and in how many bytes of it, as `"48GiB"`? True: in
+        as many as XLA has for arrays there. That is 64 GiB, unless JAX was started with another
+        number in `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
       costs: rates of the device; by default those that were measured for it, or built in.
       measure: may the planner run something? Then it times kinds of operations that its table of
         costs does not have, and keeps these times for this device; and it runs a few steps of the
@@ -109,7 +111,7 @@ def plan(
     terms = Terms(
         parse_bytes(budget),
         costs or costs_of_device(device),
-        offload=offload,
+        host=_host_memory(offload, device),
         platform=None if device is None else "gpu",
         measure=measure,
         steps=steps,
@@ -126,6 +128,13 @@ def plan(
     make = step or default_step(args, in_axes, _has_gradients(view))
     known = _evaluated(view.traced, fun, options.static_argnums)
     return Search(view, _steps(known, in_axes, make, given, skip), terms).run()
+
+
+def _host_memory(offload: bool | int | str, device: str | None) -> int:
+    """Bytes of host memory for results that wait; 0 on a CPU, which has no memory apart."""
+    if offload is False or (device is None and not has_host_memory()):
+        return 0
+    return host_memory(here=device is None) if offload is True else parse_bytes(offload)
 
 
 def _steps(

@@ -31,7 +31,7 @@ from .._memory.estimate import donated
 from ..policy import Outline
 from .assignment import Assignments
 from .candidates import as_assignment, assigned, solved
-from .costs import Costs, has_host_memory
+from .costs import Costs
 from .descent import Descent
 from .kernels import grids
 from .measuring import step_seconds
@@ -66,7 +66,8 @@ class Terms:
 
     budget: int
     costs: Costs
-    offload: bool = False
+    host: int = 0
+    """Bytes of host memory, for results that wait there and for arguments."""
     platform: str | None = None
     """Of a device that is not there; None: the device is here."""
     measure: bool = False
@@ -92,10 +93,14 @@ class Search:
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
         self.costs = Assignments(outline, terms.costs)
         self.model = Model(self.costs.facts, terms.costs)
+        self.fixed, on_host = _arguments_and_results(traced(None))
+        self.host = self.aim = max(terms.host - on_host, 0)
+        """Bytes of host memory for results that wait there, and how many a schedule should need
+        by the model.
+        """
         self._prepare(grids(outline))
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
-        self.fixed = _arguments_and_results(traced(None))
         self.trials: dict[Candidate, Bytes] = {}
         self.lowered: dict[Candidate, Any] = {}
         self.compiled: dict[Candidate, Any] = {}
@@ -107,7 +112,7 @@ class Search:
         self.grids = grids
         self._smallest: Candidate | None = None
         self.tables = self.model.stretches(grids)
-        self.descent = Descent(self.costs, grids, offload=self.terms.offload and has_host_memory())
+        self.descent = Descent(self.costs, grids, host=self.aim)
         self.spans = Spans(self.costs, grids)
 
     def run(self) -> Plan:
@@ -118,18 +123,16 @@ class Search:
                 self._try(min(left, key=lambda c: c.peak))
             fits = self._best()
             # If nothing fits, what the error names as the smallest budget must be true as well.
-            chosen = fits or min(self.trials, key=lambda c: self.trials[c].total)
+            chosen = fits or min(self.trials, key=self._size)
             if self.terms.platform is None:
                 self._try(chosen, as_it_runs=True)
             else:
                 self.say("plan: not compiled as it will run, since the device is not here")
-            total = self.trials[chosen].total
-            if total <= self.budget and self.terms.measure:
-                return self._raced(chosen)
-            if total <= self.budget:
-                return self._plan(chosen, total)
+            found = self.trials[chosen]
+            if self._fits(found):
+                return self._raced(chosen) if self.terms.measure else self._plan(chosen, found)
             if fits is None:
-                raise self._too_small(total)
+                raise self._too_small(found.total)
 
     def _raced(self, chosen: Candidate) -> Plan:
         """The fastest of a few schedules that fit, as they run; `chosen` alone, if the steps that
@@ -141,13 +144,13 @@ class Search:
                 f"plan: not compared with others: compiling one takes {self.tuning:.0f} s, and "
                 f"all steps about {all_steps:.0f} s"
             )
-            return self._plan(chosen, self.trials[chosen].total)
+            return self._plan(chosen, self.trials[chosen])
         began, rivals = time.perf_counter(), [chosen]
         allowed = dict.fromkeys(_KINDS, chosen.peak)
         for rival in sorted(self.candidates(allowed), key=lambda c: c.seconds)[:_RUN]:
             if rival not in self.trials and rival.seconds < _RIVAL * chosen.seconds:
                 self._try(rival)
-        fits = [c for c, found in self.trials.items() if found.total <= self.budget]
+        fits = [c for c, found in self.trials.items() if self._fits(found)]
         rivals += sorted((c for c in fits if c != chosen), key=lambda c: c.seconds)
         times: dict[Candidate, float] = {}
         for rival in rivals[:_RUN]:
@@ -156,7 +159,7 @@ class Search:
                 break
             if rival not in self.compiled:
                 self._try(rival, as_it_runs=True)
-            if self.trials[rival].total > self.budget:
+            if not self._fits(self.trials[rival]):
                 continue
             try:
                 times[rival] = step_seconds(self.lowered[rival], self.compiled[rival])
@@ -169,7 +172,7 @@ class Search:
             )
         best = min(times, key=times.__getitem__, default=chosen)
         self.say(f"plan: compared {len(times)} in {time.perf_counter() - began:.1f} s")
-        return self._plan(best, self.trials[best].total, times.get(best))
+        return self._plan(best, self.trials[best], times.get(best))
 
     def _last_resorts(self) -> set[Candidate]:
         """Schedules that are tried if nothing else fits: the smallest by the model; and plain JAX,
@@ -179,8 +182,16 @@ class Search:
 
     def _best(self) -> Candidate | None:
         """The fastest schedule that was found to fit."""
-        fits = [c for c, found in self.trials.items() if found.total <= self.budget]
+        fits = [c for c, found in self.trials.items() if self._fits(found)]
         return min(fits, key=lambda c: c.seconds, default=None)
+
+    def _fits(self, found: Bytes) -> bool:
+        return found.total <= self.budget and found.host <= self.host
+
+    def _size(self, candidate: Candidate) -> tuple[bool, int]:
+        """The smallest first; what host memory cannot hold last."""
+        found = self.trials[candidate]
+        return found.host > self.host, found.total
 
     def _next(self) -> Candidate | None:
         """The schedule to compile next; None if it is not worth it."""
@@ -250,7 +261,12 @@ class Search:
         self.say(
             f"plan: compiled in {time.perf_counter() - began:.1f} s, {format_bytes(found.total)}: "
             f"{verdict} {format_bytes(self.budget)}"
+            + (f"; {format_bytes(found.host)} in host memory" if found.host else "")
         )
+        if found.host > self.host:
+            self.say(f"plan: host memory has room for {format_bytes(self.host)} only")
+            self.aim = int(self.aim * _AIM * self.host / found.host)
+            self.descent = Descent(self.costs, self.grids, host=self.aim)
 
     def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""
@@ -295,7 +311,7 @@ class Search:
         return self._smallest
 
     def _plan(
-        self, candidate: Candidate, total: int | None = None, seconds: float | None = None
+        self, candidate: Candidate, found: Bytes | None = None, seconds: float | None = None
     ) -> Plan:
         return Plan(
             stages=candidate.stages,
@@ -305,28 +321,32 @@ class Search:
             device=self.terms.costs.device,
             budget=self.budget,
             estimated_bytes=int(self.fixed + candidate.peak),
-            measured_bytes=total,
+            measured_bytes=None if found is None else found.total,
             seconds=candidate.seconds,
             plain_seconds=self.plain.seconds,
             plain_bytes=int(self.fixed + self.plain.peak),
             measured_seconds=seconds,
+            host_bytes=0 if found is None else found.host,
         )
 
 
-def _arguments_and_results(traced: Any) -> int:
-    """Bytes of a step's arguments and results. A donated argument and the result that takes its
-    place count once.
+def _arguments_and_results(traced: Any) -> tuple[int, int]:
+    """Bytes of a step's arguments and results, on the device and in host memory. A donated argument
+    and the result that takes its place count once.
     """
-    jaxpr = traced.jaxpr
-    given, made = ([_size(a) for a in avals] for avals in (jaxpr.in_avals, jaxpr.out_avals))
-    reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
-    return sum(given) + sum(made) - min(reused, sum(made))
+    jaxpr, found = traced.jaxpr, []
+    for host in (False, True):
+        given, made = (
+            [_size(a) * (host == (a.memory_space is jax.memory.Space.Host)) for a in avals]
+            for avals in (jaxpr.in_avals, jaxpr.out_avals)
+        )
+        reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
+        found.append(sum(given) + sum(made) - min(reused, sum(made)))
+    return found[0], found[1]
 
 
 def _size(aval: Any) -> int:
-    """On the device."""
-    hosted = aval.memory_space is jax.memory.Space.Host
-    return 0 if hosted else aval.size * getattr(aval.dtype, "itemsize", 8)
+    return aval.size * getattr(aval.dtype, "itemsize", 8)
 
 
 def _stages(candidate: Candidate) -> str:

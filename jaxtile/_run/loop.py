@@ -119,7 +119,7 @@ class Loop:
     def _empty(self, k: int, dtype: Any, zeros: Zeros = jnp.zeros) -> Array:
         """What the tiles of target `k` are written to."""
         shape = self.tile.layout.shape(self.region.targets[k].result)
-        return to_host(jnp.zeros(shape, dtype)) if self.hosted[k] else zeros(shape, dtype)
+        return to_host(zeros(shape, dtype)) if self.hosted[k] else zeros(shape, dtype)
 
     def _start(self, target: Target) -> State:
         """The state of a reduction before the first tile: the same number everywhere."""
@@ -251,8 +251,12 @@ class Loop:
             first = given.begun[i] if given.begun else None
             shape = tile.layout.shape(value)
             if given.hosted and given.hosted[i]:
-                zero = zeros_on_host(shape, value.aval.dtype, tiles) if first is None else first
-                sums.append(zero)
+                if first is None:
+                    # What the tiles write, each its own part, need not be filled before.
+                    filled = given.begun and self.parted[i] and not self.region.skips
+                    steps = 0 if filled else tiles
+                    first = zeros_on_host(zeros, shape, value.aval.dtype, steps)
+                sums.append(first)
                 continue
             dtype = tile.sum_dtype(value, slots, tiles)
             sums.append(zeros(shape, dtype) if first is None else first.astype(dtype))

@@ -55,13 +55,19 @@ def _zero_of(*groups: Sequence[Array]) -> Array | None:
     zeros = []
     for arrays in groups:
         for x in arrays:
-            if jnp.issubdtype(x.dtype, jnp.floating) and x.size and not on_host(x):
-                (x,) = settled([x])
-                element = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-                element = element.astype(jnp.float32)
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.size:
+                element = _element(x).reshape(()).astype(jnp.float32)
                 zeros.append(jnp.where(jnp.isfinite(element), element - element, 0))
                 break
     return sum(zeros[1:], zeros[0]) if zeros else None
+
+
+def _element(x: Array) -> Array:
+    """The first one of an array, on the device."""
+    if on_host(x):
+        return to_device(lax.dynamic_slice(x, (0,) * x.ndim, (1,) * x.ndim))
+    (x,) = settled([x])
+    return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
 
 
 def zeros_after(*groups: Cotangents) -> Callable[..., Array]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,16 +36,20 @@ def write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     return lax.dynamic_update_slice(x, tile, _starts(slots, row), allow_negative_indices=False)
 
 
-def zeros_on_host(shape: Sequence[int], dtype: Any, steps: int) -> Array:
-    """Zeros in host memory, written in so many steps.
+def zeros_on_host(
+    zeros: Callable[..., Array], shape: Sequence[int], dtype: Any, steps: int
+) -> Array:
+    """Zeros in host memory, written in so many steps; `zeros` makes them on the device.
 
     They have to be written. Where an array is allocated there for a loop to write to, XLA leaves
-    out what it was filled with.
+    out what it was filled with. Without any steps it is such an array.
     """
-    x = to_host(jnp.zeros(shape, dtype))
+    x = to_host(zeros(shape, dtype))
+    if steps == 0:
+        return x
     d = int(np.argmax(shape))
     size = -(-shape[d] // steps)
-    part = jnp.zeros([size if i == d else n for i, n in enumerate(shape)], dtype)
+    part = zeros([size if i == d else n for i, n in enumerate(shape)], dtype)
 
     def body(i: Array, x: Array) -> Array:
         start = jnp.minimum(i * size, shape[d] - size)
