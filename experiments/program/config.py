@@ -294,25 +294,25 @@ def load(path: str) -> ConfigDict:
         spec.loader.exec_module(module)
         return module.get_config()
     except (AttributeError, KeyError, TypeError, SyntaxError, ImportError) as error:
-        text = " ".join(str(a) for a in error.args)
-        # A misspelt field: all others, which ml_collections lists, help nobody.
-        text = re.sub(
-            r" Other fields present:.*(?=Did you mean)| Other fields.*", " ", text, flags=re.S
-        )
-        raise ConfigError(f"{file}: {plain_words(' '.join(text.split()))}") from error
+        text = " ".join(" ".join(str(a) for a in error.args).split())
+        raise ConfigError(f"{file}: {plain_words(text)}") from error
 
 
 def plain_words(text: str) -> str:
-    """What Python and ml_collections say of a value of another type, in words of the user's.
+    """What Python and ml_collections say of a wrong field or value, in words of the user's.
 
     >>> plain_words("flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'")
     "flag --config.train.steps=abc: 'abc' is not an integer"
     """
     text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not an integer", text)
     text = re.sub(r"could not convert string to float: (.*)", r"\1 is not a number", text)
+    if found := re.search(r'Did you mean "(\w+)" instead of "(\w+)"', text):
+        return f"there is no field {found[2]!r}; did you mean {found[1]!r}?"
+    if found := re.match(r'\W*Key "(\w+)" does not exist', text):
+        return f"there is no field {found[1]!r}"
     return re.sub(
         r"Could not override field '(\w+)'.*\. (.*) is of original type .*to type <class '(\w+)'>",
-        r"`\1` (=\2) must be a \3",
+        r"`\1` (=\2) must be of type \3",
         text,
     )
 
