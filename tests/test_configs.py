@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments import data
 from experiments.program.config import ConfigError, base, check, differences, fields, load
 from experiments.training.learner import Learner
 from experiments.training.step import Step, make_optimiser
@@ -105,6 +106,19 @@ def test_a_wrong_field_in_a_file(line, message, tmp_path):
     with pytest.raises(ConfigError) as found:
         load(str(file))
     assert str(found.value) == f"{file}: {message}"
+
+
+def test_names_of_classes():
+    config = base("unet")
+    config.data.class_names = ("tissue", "tumour")
+    check(config)
+    assert data.load(config.data, "eval", seed=0).class_names == ["tissue", "tumour"]
+    config.data.labels, config.data.kind, config.data.path = "folders", "folder", "x"
+    with pytest.raises(ConfigError, match=r"`data\.class_names` .*'folders' files name the"):
+        check(config)
+    config.data.labels, config.data.class_names = "masks", ("tumour",)
+    with pytest.raises(ConfigError, match=r"`data\.class_names` .* must be 2 names"):
+        check(config)
 
 
 @pytest.mark.parametrize(

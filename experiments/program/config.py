@@ -27,7 +27,10 @@ TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
 PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
 _PROGRAMS = pathlib.Path(__file__).parents[2]
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
-FREE = ("policy", "skip", "mesh", "data.placement", "checkpoint.", "log.", "eval.tile")
+FREE = (
+    *("policy", "skip", "mesh", "data.placement", "data.class_names"),
+    *("checkpoint.", "log.", "eval.tile"),
+)
 
 
 class ConfigError(ValueError):
@@ -46,6 +49,7 @@ _DATA = {
     "channels": 1,
     "dtype": "uint8",  # of pixels; what files hold becomes 8 bits
     "classes": 2,  # or numbers that the model gives
+    "class_names": (),  # as ("tissue", "tumour"); (): as class folders or a table say, or numbers
     "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
     "ignored": (),  # values of masks that do not count, as (255,)
     "regions": "",  # a folder in `path`: where training windows lie (GeoJSON, CSV or masks)
@@ -190,6 +194,7 @@ def check(config: ConfigDict) -> None:
             f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
             "`data.size` pixels, and are evaluated whole"
         )
+    _check_class_names(config.data)
     _check_class_weights(config.data)
     if config.data.resize and (
         config.data.kind != "folder"
@@ -214,6 +219,14 @@ def check(config: ConfigDict) -> None:
         policies.resolve(config.policy)
     except ValueError as error:
         raise ConfigError(f"`policy`: {error}") from error
+
+
+def _check_class_names(data: ConfigDict) -> None:
+    names, named = data.class_names, f"`data.class_names` (={data.class_names})"
+    if names and (len(names) != data.classes or not all(isinstance(n, str) for n in names)):
+        raise ConfigError(f"{named} must be {data.classes} names, one for each class")
+    if names and data.kind == "folder" and data.labels not in ("masks", "targets"):
+        raise ConfigError(f"{named}: with `data.labels` {data.labels!r} files name the classes")
 
 
 def _check_class_weights(data: ConfigDict) -> None:
