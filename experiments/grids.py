@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import flags, logging
+from absl import flags
 from jax import lax
 
 import jaxtile
@@ -37,7 +37,6 @@ def network(params: list[jax.Array], x: jax.Array) -> jax.Array:
 
 def main(argv: list[str]) -> None:
     del argv
-    logging.set_verbosity(logging.WARNING)
     size, channels = _SIZE.value, _CHANNELS.value
     keys = jax.random.split(jax.random.key(0), _LAYERS.value + 1)
     params = [0.1 * jax.random.normal(k, (3, 3, channels, channels)) for k in keys[1:]]

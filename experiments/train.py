@@ -12,7 +12,6 @@ import signal
 import sys
 from typing import Any
 
-from absl import logging
 from ml_collections import ConfigDict
 
 from . import data
@@ -41,7 +40,6 @@ _SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped)
 
 def main(argv: list[str]) -> None:
     del argv
-    logging.set_verbosity(logging.WARNING)
     with Watch(join(), _WORKDIR.value), sentences(_STOPPED, *_SENTENCES):
         if not isinstance(_CONFIG.value, ConfigDict):
             raise ConfigError("--config must name a file, as configs/quickstart.py")

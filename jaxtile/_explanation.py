@@ -179,7 +179,7 @@ class Explanation:
             f"{format_bytes(self.tile_bytes)}; a training step does "
             f"{self.overhead:.2f}x the operations of the plain function "
             f"({_count(3 * self.plain_flops)}); recomputation is "
-            f"{self.recomputed_flops / max(1, self.step_flops):.1%} of them"
+            f"{_share(self.recomputed_flops / max(1, self.step_flops))} of them"
         )
         lines.append(
             "operations are counted, and are not time: `jaxtile.plan` estimates that, with copies, "
@@ -187,6 +187,16 @@ class Explanation:
             "whole step needs, `jaxtile.memory` says"
         )
         return "\n".join(lines)
+
+
+def _share(part: float) -> str:
+    """
+    >>> _share(0.0), _share(2e-4), _share(0.031)
+    ('none', 'less than 0.1%', '3.1%')
+    """
+    if 0 < part < 0.0005:
+        return "less than 0.1%"
+    return f"{part:.1%}" if part else "none"
 
 
 def _region_lines(region: RegionReport) -> Iterator[str]:
@@ -204,7 +214,7 @@ def _region_lines(region: RegionReport) -> Iterator[str]:
     yield (
         f"  stores {format_bytes(region.stored_bytes)}; one tile holds at most "
         f"{format_bytes(region.tile_bytes)}; forward {_count(region.tiled_flops)} operations, "
-        f"{region.halo_share:.1%} of them in more tiles than one"
+        f"{_share(region.halo_share)} of them in more tiles than one"
     )
     if region.skipped:
         skipped = f"at least {region.skipped} of {region.tiles} tiles"

@@ -43,6 +43,19 @@ def test_help_lists_the_flags_of_a_program():
     assert all(f"\n  --{name}: " in told for name in ("config", "workdir", "[no]profile"))
 
 
+def test_no_program_tells_which_devices_there_are_not():
+    code = """if True:
+        import jax
+        from experiments.program.command import start
+        start(lambda argv: print(len(jax.devices())))"""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert int(done.stdout) > 0
+    assert "backend" not in done.stderr
+
+
 def test_a_wheel_has_all_packages():
     found = {
         ".".join(file.parent.relative_to(ROOT).parts)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments import data
 from experiments.program.config import ConfigError, base, check, differences, fields, load
 from experiments.training.learner import Learner
 from experiments.training.step import Step, make_optimiser
@@ -87,26 +88,37 @@ def test_options_of_a_model_that_its_config_does_not_list(flags, printed):
     assert (found.returncode == 0) == ("error" not in found.stderr)
 
 
-def test_a_misspelt_field_in_a_file(tmp_path):
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("config.train.stpes = 3", "there is no field 'stpes'; did you mean 'steps'?"),
+        ("config.seed = config.train.stpes", "there is no field 'stpes'; did you mean 'steps'?"),
+        ("config.train.qwertyz = 3", "there is no field 'qwertyz'"),
+        ("config.train.steps = 'x'", "`steps` (=x) must be of type int"),
+    ],
+)
+def test_a_wrong_field_in_a_file(line, message, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from experiments.program.config import base\n"
-        "def get_config():\n    config = base('unet')\n    config.train.stpes = 3\n"
-        "    return config\n"
+        f"def get_config():\n    config = base('unet')\n    {line}\n    return config\n"
     )
-    with pytest.raises(ConfigError, match=r"mine\.py.*stpes.*steps"):
+    with pytest.raises(ConfigError) as found:
         load(str(file))
+    assert str(found.value) == f"{file}: {message}"
 
 
-def test_a_field_of_the_wrong_type(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from experiments.program.config import base\n"
-        "def get_config():\n    config = base('unet')\n    config.train.steps = 'x'\n"
-        "    return config\n"
-    )
-    with pytest.raises(ConfigError, match=r"mine\.py.*steps.*int"):
-        load(str(file))
+def test_names_of_classes():
+    config = base("unet")
+    config.data.class_names = ("tissue", "tumour")
+    check(config)
+    assert data.load(config.data, "eval", seed=0).class_names == ["tissue", "tumour"]
+    config.data.labels, config.data.kind, config.data.path = "folders", "folder", "x"
+    with pytest.raises(ConfigError, match=r"`data\.class_names` .*'folders' files name the"):
+        check(config)
+    config.data.labels, config.data.class_names = "masks", ("tumour",)
+    with pytest.raises(ConfigError, match=r"`data\.class_names` .* must be 2 names"):
+        check(config)
 
 
 @pytest.mark.parametrize(

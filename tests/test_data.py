@@ -37,6 +37,7 @@ def load(split="train", label_size=None, seed=0, **changed):
         "channels": 1,
         "classes": 3,
         "dtype": "uint8",
+        "class_names": (),
         "mask_values": (),
         "ignored": (),
         "nodata": (),

@@ -266,7 +266,7 @@ def test_curves_of_any_measure_are_seen(tmp_path, monkeypatch, losses, qualities
 
 def test_a_value_of_another_type_in_a_config(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.replace("return", "config.data.mean = 0.5; return"))
-    with pytest.raises(ConfigError, match=r"config\.py: `mean` \(=0\.5\) must be a tuple$"):
+    with pytest.raises(ConfigError, match=r"config\.py: `mean` \(=0\.5\) must be of type tuple$"):
         load(str(tmp_path / "config.py"))
 
 

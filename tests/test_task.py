@@ -11,13 +11,14 @@ import time
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
 from experiments import tasks
 from experiments.program.config import ConfigError, base
 from experiments.program.progress import Now
-from experiments.training import page
+from experiments.training import page, pictures
 from experiments.training.learner import Learner
 
 
@@ -204,3 +205,21 @@ def test_what_is_done_now_in_a_file():
         assert len(lines("compiling")) == before
     numbers = [int(line.split("(")[1].split()[0]) for line in lines("chosen")]
     assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("border", [0, 6])
+def test_a_large_image_is_drawn_whole_and_where_its_errors_are(tmp_path, border):
+    truth, predicted = np.zeros((2, 700, 900), np.uint8)
+    predicted[650:690, 300:310] = 1
+    predicted[10, 10] = 1
+    image = np.pad(predicted[..., None], [(border, border), (border, border), (0, 0)])
+    ((name, shown, there, found),) = pictures._crops(image, truth, predicted)
+    assert name == f"crop at row {444 + border}, column {256 + border}"
+    assert (found != there).sum() == 400
+    np.testing.assert_array_equal(shown[..., 0], found)
+    task = tasks.create("segmentation", classes=2, dense=True)
+    heights = []
+    for name, row in (("large", (image, truth, predicted)), ("small", (shown, there, found))):
+        pictures.predictions([row], task, tmp_path / f"{name}.png")
+        heights.append(plt.imread(tmp_path / f"{name}.png").shape[0])
+    assert heights[0] == 2 * heights[1]

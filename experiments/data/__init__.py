@@ -71,6 +71,7 @@ def load(
         resize: pixels along a side that whole images get before windows are taken; 0: none.
         channels: of images; grey and colours become each other, of others there must be as many.
         classes: how many there are.
+        class_names: of all of them, where files or anybody's own data do not say; or ().
         mask_values: in masks, the value of each class; () for 0, 1, 2 and so on.
         ignored: in masks, the values of what does not count.
         regions: a folder in `path` with regions that training windows lie in, see `_regions.py`.
@@ -94,7 +95,9 @@ def load(
         *(sizes(window, dimensions), options.channels, options.augment, dimensions),
         *(options.resize, options.level),
     )
-    return maker(options.kind)(options, split, geometry, seed)
+    found = maker(options.kind)(options, split, geometry, seed)
+    found.class_names = list(options.class_names) or found.class_names
+    return found
 
 
 def maker(kind: str) -> Callable[[Any, str, Geometry, int], Dataset]:

@@ -85,6 +85,8 @@ def _look(job: Job, progress: _Progress) -> tuple[list[int], Found]:
             return state, look(image, progress)
     except ImageError as error:
         return [], error
+    except ConnectionError:  # the file is not to blame
+        raise
     except OSError as error:
         return [], ImageError(job.path, f"cannot be read ({error})")
 

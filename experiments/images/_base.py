@@ -19,10 +19,18 @@ class ImageError(ValueError):
     """What is wrong with a file, which the message names."""
 
     def __init__(self, path: str | Path, reason: str):
-        name = re.sub(r"^(https?|s3|gs):/(?=[^/])", r"\1://", str(path))  # a path has one slash
-        super().__init__(f"{name}: {reason}")
+        super().__init__(f"{named(path)}: {reason}")
         self.path = Path(path)
         self.reason = reason
+
+
+def named(path: str | Path) -> str:
+    """The name of a file or an address, of whose two slashes a path has one.
+
+    >>> named(Path("s3://bucket/image.zarr"))
+    's3://bucket/image.zarr'
+    """
+    return re.sub(r"^(https?|s3|gs):/(?=[^/])", r"\1://", str(path))
 
 
 class Image:
@@ -66,9 +74,7 @@ class Image:
         window = window_of(slices, self.path, self.shape)
         try:
             values = self._read(window)
-        except ImageError:
-            raise
-        except MemoryError:
+        except (ImageError, MemoryError, ConnectionError):
             raise
         except Exception as error:
             raise ImageError(

@@ -6,16 +6,24 @@ one point; without `dimensions=3` so must depth. Channels become last.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ._base import ImageError, describe, require
+from ._base import ImageError, describe, named, require
 
 _OLDEST = "tczyx"  # the axes where the metadata do not say
 _RETRIES = {"max_retries": 6, "initial_delay": "200ms", "max_delay": "5s"}
 _CONTEXT = {f"{kind}_request_retries": _RETRIES for kind in ("http", "gcs", "s3")}
+_NOT_REACHED = (
+    "ABORTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|"
+    "INTERNAL"
+)
 SCHEMES = ("http://", "https://", "s3://", "gs://")
 
 
@@ -37,20 +45,46 @@ class Store:
             return file.read_text() if file.is_file() else None
         tensorstore = require("tensorstore", self.path)
         context = tensorstore.Context(_CONTEXT)
-        try:
-            files = tensorstore.KvStore.open(f"{self.address.rstrip('/')}/", context=context)
+        with self.reached():
+            files = tensorstore.KvStore.open(_place(self.address), context=context)
             found = files.result().read(name).result()
-        except Exception as error:
-            raise ImageError(self.path, f"cannot be reached ({describe(error)})") from error
         return None if found.state == "missing" else found.value.decode()
 
     def open(self, driver: str) -> Any:
         """The array in it."""
         tensorstore = require("tensorstore", self.path)
-        place: Any = {"driver": "file", "path": str(self.path.resolve())}
-        spec = {"driver": driver, "kvstore": f"{self.address}/" if self.address else place}
+        here = {"driver": "file", "path": str(self.path.resolve())}
+        spec = {"driver": driver, "kvstore": _place(self.address) if self.address else here}
         context = tensorstore.Context(_CONTEXT)
-        return tensorstore.open(spec, read=True, context=context).result()
+        with self.reached():
+            return tensorstore.open(spec, read=True, context=context).result()
+
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        """Requests that fail are not an `ImageError`: the file is not to blame, nor to skip."""
+        try:
+            yield
+        except Exception as error:
+            if not self.address or not re.match(_NOT_REACHED, str(error)):
+                raise
+            raise ConnectionError(
+                f"{named(self.path)}: cannot be reached ({describe(error)})"
+            ) from error
+
+
+def _place(address: str) -> Any:
+    """An address in tensorstore's words, which for S3 has no variables of the environment."""
+    if not address.startswith("s3://"):
+        return f"{address.rstrip('/')}/"
+    bucket, _, path = address.removeprefix("s3://").rstrip("/").partition("/")
+    place: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path and f"{path}/"}
+    found = os.environ.get
+    if endpoint := found("AWS_ENDPOINT_URL_S3") or found("AWS_ENDPOINT_URL"):
+        region = found("AWS_REGION") or found("AWS_DEFAULT_REGION") or "us-east-1"
+        place |= {"endpoint": endpoint, "aws_region": region}
+    if found("AWS_ACCESS_KEY_ID"):  # looking further would print that there are no other keys
+        place["aws_credentials"] = {"type": "environment"}
+    return place
 
 
 def address_of(path: str | Path) -> str:

@@ -164,7 +164,7 @@ def _open_zarr(store: Store, dimensions: int, level: int, mask: bool) -> Image:
         array = store.open(driver)
         dtype = array.dtype.numpy_dtype
         array = array if axes is None else arranged(path, array, axes, dimensions)
-    except (ImageError, ImportError):
+    except (ImageError, ImportError, ConnectionError):
         raise
     except Exception as error:
         raise ImageError(path, f"is not a zarr array ({describe(error)})") from error
@@ -175,8 +175,9 @@ def _open_zarr(store: Store, dimensions: int, level: int, mask: bool) -> Image:
         parts = zip(window, chunk, strict=False)
         touched = math.prod(_parts(p.start, p.stop, n) for p, n in parts)
         if touched * math.prod(chunk) * dtype.itemsize < _LARGE:
-            return array[window].read().result()
-        with _one_large_read:
+            with store.reached():
+                return array[window].read().result()
+        with _one_large_read, store.reached():
             _check_memory(path, chunk, dtype, touched)
             return array[window].read().result()
 

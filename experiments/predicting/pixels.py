@@ -83,7 +83,7 @@ def writing(out: str | os.PathLike) -> Iterator[None]:
     """What the system or a library says, as that the disk is full, with the name of the file."""
     try:
         yield
-    except ImageError:
+    except (ImageError, ConnectionError):  # of what is read meanwhile
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)

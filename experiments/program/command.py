@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from .config import ConfigError, config_file, fields, load, plain_words
@@ -61,8 +61,12 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
                 config.data.options.update(data)
         return rest
 
+    def quietly(argv: Sequence[str]) -> Any:
+        logging.set_verbosity(logging.WARNING)  # JAX tells which devices it did not find
+        return main(argv)
+
     with sentences(stopped, ConfigError):
-        app.run(main, flags_parser=parse)
+        app.run(quietly, flags_parser=parse)
 
 
 def _with_config(argv: Sequence[str]) -> list[str]:

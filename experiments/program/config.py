@@ -27,7 +27,10 @@ TASKS = ("auto", "segmentation", "classification", "multi_label", "regression")
 PIXELS = ("uint8", "uint16", "int16", "float16", "float32")
 _PROGRAMS = pathlib.Path(__file__).parents[2]
 # Fields that may differ when a run goes on: they change how it runs, not what it computes.
-FREE = ("policy", "skip", "mesh", "data.placement", "checkpoint.", "log.", "eval.tile")
+FREE = (
+    *("policy", "skip", "mesh", "data.placement", "data.class_names"),
+    *("checkpoint.", "log.", "eval.tile"),
+)
 
 
 class ConfigError(ValueError):
@@ -46,6 +49,7 @@ _DATA = {
     "channels": 1,
     "dtype": "uint8",  # of pixels; what files hold becomes 8 bits
     "classes": 2,  # or numbers that the model gives
+    "class_names": (),  # as ("tissue", "tumour"); (): as class folders or a table say, or numbers
     "mask_values": (),  # of each class, as (0, 255); (): 0, 1, 2 and so on
     "ignored": (),  # values of masks that do not count, as (255,)
     "regions": "",  # a folder in `path`: where training windows lie (GeoJSON, CSV or masks)
@@ -190,6 +194,7 @@ def check(config: ConfigDict) -> None:
             f"`eval.size` (={config.eval.size}) is for files; images that are drawn have "
             "`data.size` pixels, and are evaluated whole"
         )
+    _check_class_names(config.data)
     _check_class_weights(config.data)
     if config.data.resize and (
         config.data.kind != "folder"
@@ -214,6 +219,14 @@ def check(config: ConfigDict) -> None:
         policies.resolve(config.policy)
     except ValueError as error:
         raise ConfigError(f"`policy`: {error}") from error
+
+
+def _check_class_names(data: ConfigDict) -> None:
+    names, named = data.class_names, f"`data.class_names` (={data.class_names})"
+    if names and (len(names) != data.classes or not all(isinstance(n, str) for n in names)):
+        raise ConfigError(f"{named} must be {data.classes} names, one for each class")
+    if names and data.kind == "folder" and data.labels not in ("masks", "targets"):
+        raise ConfigError(f"{named}: with `data.labels` {data.labels!r} files name the classes")
 
 
 def _check_class_weights(data: ConfigDict) -> None:
@@ -294,25 +307,25 @@ def load(path: str) -> ConfigDict:
         spec.loader.exec_module(module)
         return module.get_config()
     except (AttributeError, KeyError, TypeError, SyntaxError, ImportError) as error:
-        text = " ".join(str(a) for a in error.args)
-        # A misspelt field: all others, which ml_collections lists, help nobody.
-        text = re.sub(
-            r" Other fields present:.*(?=Did you mean)| Other fields.*", " ", text, flags=re.S
-        )
-        raise ConfigError(f"{file}: {plain_words(' '.join(text.split()))}") from error
+        text = " ".join(" ".join(str(a) for a in error.args).split())
+        raise ConfigError(f"{file}: {plain_words(text)}") from error
 
 
 def plain_words(text: str) -> str:
-    """What Python and ml_collections say of a value of another type, in words of the user's.
+    """What Python and ml_collections say of a wrong field or value, in words of the user's.
 
     >>> plain_words("flag --config.train.steps=abc: invalid literal for int() with base 10: 'abc'")
     "flag --config.train.steps=abc: 'abc' is not an integer"
     """
     text = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is not an integer", text)
     text = re.sub(r"could not convert string to float: (.*)", r"\1 is not a number", text)
+    if found := re.search(r'Did you mean "(\w+)" instead of "(\w+)"', text):
+        return f"there is no field {found[2]!r}; did you mean {found[1]!r}?"
+    if found := re.match(r'\W*Key "(\w+)" does not exist', text):
+        return f"there is no field {found[1]!r}"
     return re.sub(
         r"Could not override field '(\w+)'.*\. (.*) is of original type .*to type <class '(\w+)'>",
-        r"`\1` (=\2) must be a \3",
+        r"`\1` (=\2) must be of type \3",
         text,
     )
 

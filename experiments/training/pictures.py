@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib
@@ -21,6 +21,7 @@ from ..tasks import Task
 
 _SMOOTH = 0.9  # of the last value in a smoothed curve
 _MOST_PIXELS = 1024  # along a side of what is drawn
+_CROP = 256  # pixels along a side of a crop, which shows them all
 
 
 def limits(values: Sequence[float | None], also: Sequence[float]) -> tuple[float, float]:
@@ -61,15 +62,18 @@ def loss_curve(lines: Sequence[dict[str, Any]], quality: str, path: pathlib.Path
 
 def predictions(rows: Sequence[tuple[Any, Any, Any]], task: Task, path: pathlib.Path) -> None:
     """Image, truth and prediction, a row each; the task knows how to draw the latter two. Of maps,
-    also where they differ.
+    also where they differ. An image that is too large for a row has a second one, with a crop.
     """
-    titles = ["image", "truth", "prediction", *(["error"] if task.dense else [])]
-    size = (3 * len(titles), 3 * len(rows))
+    titles = ["truth", "prediction", *(["error"] if task.dense else [])]
+    named = [
+        shown for row in rows for shown in (("image", *row), *(_crops(*row) if task.dense else ()))
+    ]
+    size = (3 * len(titles) + 3, 3 * len(named))
     figure, axes = plt.subplots(
-        len(rows), len(titles), figsize=size, squeeze=False, layout="constrained"
+        len(named), len(titles) + 1, figsize=size, squeeze=False, layout="constrained"
     )
-    for row, (image, truth, predicted) in zip(axes, rows, strict=True):
-        for axis, title in zip(row, titles, strict=True):
+    for row, (name, image, truth, predicted) in zip(axes, named, strict=True):
+        for axis, title in zip(row, [name, *titles], strict=True):
             axis.axis("off")
             axis.set_title(title, fontsize=9)
         _show(row[0], image)
@@ -86,13 +90,33 @@ def _show_error(axis: Axes, truth: np.ndarray, predicted: np.ndarray, dimensions
     """Of classes, where they differ, in black; of numbers, by how much."""
     if truth.shape != predicted.shape:
         return
-    if truth.dtype.kind in "ui":
-        error = (truth != predicted) & (truth != np.iinfo(truth.dtype).max)
-    else:
-        error = np.nan_to_num(np.abs(truth - predicted.astype(np.float32)))
-    shown = _thinned(_plane(error.astype(np.float32), dimensions))
+    shown = _thinned(_plane(_error(truth, predicted), dimensions))
     shown = shown.mean(-1) if shown.ndim == 3 else shown
     axis.imshow(shown, cmap="gray_r", vmin=0, interpolation="nearest")
+
+
+def _error(truth: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+    if truth.dtype.kind in "ui":
+        wrong = (truth != predicted) & (truth != np.iinfo(truth.dtype).max)
+        return wrong.astype(np.float32)
+    return np.nan_to_num(np.abs(truth - predicted.astype(np.float32)))
+
+
+def _crops(image: np.ndarray, truth: np.ndarray, predicted: np.ndarray) -> Iterator[Any]:
+    """The square with the most errors, if the image is shown with fewer pixels than it has."""
+    if image.ndim != 3 or max(image.shape[:2]) <= 2 * _CROP or truth.shape != predicted.shape:
+        return
+    size = truth.shape[:2]
+    error = _error(truth, predicted).reshape(*size, -1).sum(-1)
+    edges = [np.arange(0, n, _CROP) for n in size]
+    sums = np.add.reduceat(np.add.reduceat(error, edges[0], 0), edges[1], 1)
+    found = np.unravel_index(sums.argmax(), sums.shape)
+    starts = [max(0, min(int(i) * _CROP, n - _CROP)) for i, n in zip(found, size, strict=True)]
+    window = tuple(slice(a, a + _CROP) for a in starts)
+    border = [(n - m) // 2 for n, m in zip(image.shape[:2], size, strict=True)]
+    seen = tuple(slice(a + b, a + b + _CROP) for a, b in zip(starts, border, strict=True))
+    name = f"crop at row {seen[0].start}, column {seen[1].start}"
+    yield name, image[seen], truth[window], predicted[window]
 
 
 def _scale_bar(axis: Axes, image: np.ndarray) -> None:
