@@ -647,7 +647,7 @@ def test_a_convolution_of_a_tile_gets_a_row_of_padding_on_a_cpu(stride, order):
         return lax.conv_general_dilated(x, w, (stride,) * 2, "VALID", dimension_numbers=order)
 
     (equation,) = jax.make_jaxpr(conv)(x, w).eqns
-    padded = functools.partial(convolve._with_padding, convolve._as_given, equation.params)
+    padded = functools.partial(convolve._with_padding, convolve.as_given, equation.params)
     assert_close(padded(x, w), conv(x, w))
     assert convolve._is_slow_unpadded(equation.params, w) == (jax.__version_info__ < (0, 12))
     padding = {**equation.params, "padding": ((0, 0), (1, 0))}

@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core.primitives import conv_general_dilated_p
 
 from .._rules import Axes, Equation, traits
+from .._rules.planes import wide_bytes
 from .values import Graph, Node, Value
 
 _IRRELEVANT = ("padding", "out_sharding")
@@ -46,6 +48,12 @@ class Sample:
             if name not in _IRRELEVANT and not _is_default(value):
                 words.append(f"{name}={tuple(value) if isinstance(value, tuple) else value}")
         return " ".join(words)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that a convolution of volumes writes, and reads, before it computes anything."""
+        known = self.equation.primitive is conv_general_dilated_p
+        return wide_bytes(self.equation.params, *self.equation.in_avals) if known else 0
 
     def operands(self, smaller: int = 1) -> list[jax.ShapeDtypeStruct]:
         """The operands, with so many times fewer positions along each tiled axis."""

@@ -92,7 +92,9 @@ class Costs:
         if sample is None or not known:
             factor = self.backward.get(operation.kind, self.backward["other"])
             seconds = self.seconds(operation)
-            forward, gradient = self._by_rate(seconds), self._by_rate(factor * seconds)
+            before = 2 * sample.gathered / self.bandwidth if sample else 0.0
+            forward = self._by_rate(seconds + before)
+            gradient = self._by_rate(factor * seconds + 2 * before)  # of both operands
         else:
             counts = [t.positions for t in known]
             forward = self._measured(sample, counts, [t.forward for t in known])
@@ -128,6 +130,8 @@ class Costs:
 
     def _with_long(self, sample: Sample, duration: Duration) -> Duration:
         """Of a convolution, if it has too long an array, or a share of its positions has."""
+        if sample.gathered:  # in pieces that are not too long
+            return duration
         most, factor = self.long
         arrays = (*sample.equation.in_avals, *sample.equation.out_avals)
         elements = max(x.size for x in arrays)

@@ -1,9 +1,9 @@
 """Rules per primitive, one file per family.
 
-Read `registry` first: what a rule is. Importing this package fills the table there. Three files
-have no rules: `convolve` and `max_pool` have gradients that are faster than JAX's, and
-`plainly` says where they are not used. The rules of `custom_jvp` and `custom_vjp` are in
-`jaxtile._derivatives`.
+Read `registry` first: what a rule is. Importing this package fills the table there. Some files
+have no rules: `convolve` (with `planes` and `products`) and `max_pool` have gradients that are
+faster than JAX's, and `plainly` says where they are not used. The rules of `custom_jvp` and
+`custom_vjp` are in `jaxtile._derivatives`.
 """
 
 from . import clamp as clamp

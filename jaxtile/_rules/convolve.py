@@ -21,30 +21,30 @@ multiplication by zeros. There, the pixels of a block as large as a stride becom
 kernel is one of blocks: of ResNet's first layer 2.4 ms become 1.1, and of its kernel's gradient 1.5
 become 0.9 (H200, 4096 x 4096, bfloat16).
 
-Kernels as large as dense layers have a file of their own (`products`).
+Convolutions of volumes (`planes`) and kernels as large as dense layers (`products`) have files of
+their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
-from jax.extend.core.primitives import conv_general_dilated_p
 
 from .derivative import apply
 from .dimension_order import as_ordered_by, operands_in_order, ordered
 from .plainly import plain
+from .planes import Planes, is_of_volumes
 from .products import by_rows, gradients_by_rows, has_large_kernel
 from .reductions import accumulation_dtype
+from .transposes import Conv, as_given, gradients, of_image
 
 Array = jax.Array
-Conv = Callable[[Mapping[str, Any], Array, Array], Array]
 
 _FULL = 384
 """Channels with which the kernel's gradient of a depthwise convolution is about as fast as it gets:
@@ -56,9 +56,12 @@ _UNIT = 8
 
 def convolve(lhs: Array, rhs: Array, params: Mapping[str, Any], *, in_loop: bool) -> Array:
     """`conv_general_dilated` with these parameters of the primitive."""
+    if is_of_volumes(params, lhs, rhs):
+        planes = Planes(lambda p, lhs, rhs: convolve(lhs, rhs, p, in_loop=in_loop), params)
+        return planes.value(lhs, rhs) if plain() else apply(planes, lhs, rhs)
     restated = _is_restated(params, lhs, rhs)
     if plain() == "transposed" or not (in_loop or restated):
-        return _as_given(params, lhs, rhs)
+        return as_given(params, lhs, rhs)
     if plain() == "undifferentiated":
         return _result(in_loop, params, lhs, rhs)
     return apply(_Convolution(in_loop, params), lhs, rhs)
@@ -73,14 +76,14 @@ def _result(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) ->
 
 def _by_platform(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     reordered = in_loop and params["dimension_numbers"] != ordered(params, lhs.ndim)
-    cpu = _in_order if reordered else _as_given
-    default = _as_given
+    cpu = _in_order if reordered else as_given
+    default = as_given
     if has_large_kernel(params, lhs, rhs):
         default = by_rows
     elif _is_narrow(params, lhs):
         default = _by_blocks
     if cpu is default:
-        return _as_given(params, lhs, rhs)
+        return as_given(params, lhs, rhs)
     return lax.platform_dependent(
         lhs, rhs, cpu=functools.partial(cpu, params), default=functools.partial(default, params)
     )
@@ -106,34 +109,25 @@ class _Convolution:
     def backward(self, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         params, (lhs, rhs) = self.params, residuals
 
-        def gradients(conv: Conv, lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
-            of_image = jax.linear_transpose(lambda x: conv(params, x, rhs), lhs)
-            of_kernel = jax.linear_transpose(lambda w: conv(params, lhs, w), rhs)
-            return of_image(cotangent)[0], of_kernel(cotangent)[0]
-
         def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
             if has_large_kernel(params, lhs, rhs):
                 return gradients_by_rows(params, lhs, rhs, cotangent)
             if _is_narrow(params, lhs):
-                return gradients(_by_blocks, lhs, rhs, cotangent)
+                of_lhs = jax.linear_transpose(lambda x: _by_blocks(params, x, rhs), lhs)
+                of_rhs = jax.linear_transpose(lambda w: _by_blocks(params, lhs, w), rhs)
+                return *of_lhs(cotangent), *of_rhs(cotangent)
             of_kernel = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
-            of_image, _ = gradients(_as_given, lhs, rhs, cotangent)
-            return of_image, of_kernel(params, lhs, rhs, cotangent)
+            image = of_image(as_given, params, lhs, rhs, cotangent)
+            return image, of_kernel(params, lhs, rhs, cotangent)
 
-        traced = jax.make_jaxpr(functools.partial(gradients, _as_given))(lhs, rhs, cotangent)
-        plain = functools.partial(_evaluate, traced, _as_given)
+        plain = functools.partial(gradients, as_given, params)
         return lax.platform_dependent(
             lhs,
             rhs,
             cotangent,
-            cpu=functools.partial(_evaluate, traced, _in_order) if self.in_loop else plain,
+            cpu=functools.partial(gradients, _in_order, params) if self.in_loop else plain,
             default=restated if _is_restated(params, lhs, rhs) else plain,
         )
-
-
-def _as_given(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
-    """JAX's own convolution."""
-    return conv_general_dilated_p.bind(lhs, rhs, **params)
 
 
 def _is_restated(params: Mapping[str, Any], lhs: Array, rhs: Array) -> bool:
@@ -201,7 +195,7 @@ def _of_strided_kernel(
         "padding": tuple(padding),
         "dimension_numbers": type(dims)(dims.out_spec, (in_, out, *space), dims.lhs_spec),
     }
-    transposed = jax.linear_transpose(lambda w: _as_given(strided, cotangent, w), rhs)
+    transposed = jax.linear_transpose(lambda w: as_given(strided, cotangent, w), rhs)
     return lax.rev(transposed(lhs)[0], tuple(space))
 
 
@@ -237,7 +231,7 @@ def _of_depthwise_kernel(
         "feature_group_count": params["feature_group_count"] * pieces,
     }
     kernels = lax.concatenate([rhs] * pieces, out_feature)
-    found = jax.linear_transpose(lambda w: _as_given(wider, lhs, w), kernels)(cotangent)[0]
+    found = jax.linear_transpose(lambda w: as_given(wider, lhs, w), kernels)(cotangent)[0]
     shape = list(rhs.shape)
     shape[out_feature : out_feature + 1] = [pieces, shape[out_feature]]
     total: Array = found.reshape(shape).sum(out_feature, dtype=accumulation_dtype(rhs.dtype))
@@ -252,7 +246,7 @@ def _padded(x: Array, dim: int, low: int, high: int) -> Array:
 def _in_order(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
     """The same convolution with operands as (batch, space, feature) and (space, in, out)."""
     in_order = {**params, "dimension_numbers": ordered(params, lhs.ndim)}
-    return as_ordered_by(params, _as_given(in_order, *operands_in_order(params, lhs, rhs)))
+    return as_ordered_by(params, as_given(in_order, *operands_in_order(params, lhs, rhs)))
 
 
 def _with_padding(conv: Conv, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
@@ -289,7 +283,7 @@ def _by_blocks(params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
         "padding": tuple(padding),
         "dimension_numbers": ordered(params, lhs.ndim),
     }
-    return as_ordered_by(params, _as_given(blocked, lhs, rhs))
+    return as_ordered_by(params, as_given(blocked, lhs, rhs))
 
 
 def _pixels_as_channels(x: Array, first: int, sizes: Sequence[int]) -> Array:
@@ -301,22 +295,3 @@ def _pixels_as_channels(x: Array, first: int, sizes: Sequence[int]) -> Array:
     outer, inner = (range(first + i, last + len(sizes), 2) for i in range(2))
     x = lax.transpose(x, (*range(first), *outer, *inner, *range(last + len(sizes), x.ndim)))
     return x.reshape(*x.shape[:last], -1, *x.shape[last + len(sizes) + 1 :])
-
-
-def _evaluate(closed: Any, convolution: Callable[..., Array], *args: Array) -> tuple[Array, ...]:
-    """What was traced, with this function for its convolutions."""
-    env = dict(zip(closed.jaxpr.invars, args, strict=True))
-    env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-
-    def read(var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else env[var]
-
-    for eqn in closed.jaxpr.eqns:
-        operands = [read(v) for v in eqn.invars]
-        if eqn.primitive is conv_general_dilated_p:
-            out = [convolution(eqn.params, *operands)]
-        else:
-            out = eqn.primitive.bind(*operands, **eqn.params)
-            out = out if eqn.primitive.multiple_results else [out]
-        env.update(zip(eqn.outvars, out, strict=True))
-    return tuple(read(v) for v in closed.jaxpr.outvars)
