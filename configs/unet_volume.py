@@ -2,8 +2,9 @@
 
     python -m experiments.train --config=configs/unet_volume.py --workdir=runs/unet_volume
 
-Not run as a whole yet. On an H200 with jax 0.11.2 a step of the network alone takes 2.6 s and 57.5
-GiB, and 48 s for 1024^3 (`--config.data.size=1024`), within 125 GiB.
+Not run as a whole yet. On an H200 with jax 0.11.2 a step of the network alone takes 1.6 s and 54.2
+GiB; for 1024^3 (`--config.data.size=1024`) it took 48 s, within 125 GiB, before convolutions of
+volumes became faster.
 """
 
 from experiments.program.config import base

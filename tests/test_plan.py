@@ -21,8 +21,8 @@ from experiments.measuring.problems import problem, shape_of
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
 from jaxtile._plan.facts import Facts
-from jaxtile._plan.kernels import grids
-from jaxtile._plan.measuring import unknown
+from jaxtile._plan.kernels import durations, grids
+from jaxtile._plan.measuring import unknown, with_measured
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import Search, Terms
@@ -687,6 +687,30 @@ def test_what_takes_no_time_is_not_timed():
     assert len(unknown(view, BUILT_IN["cpu"])) == 2
     (one,) = unknown(view, BUILT_IN["cpu"], least=0.01)
     assert "[64,64,5,5]" in one
+
+
+def test_before_few_steps_little_is_timed(tmp_path, monkeypatch):
+    """What takes the most time comes first, and nothing if all steps are soon done."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAXTILE_COSTS", raising=False)
+
+    def loss(kernel, last, image):
+        image = jax.lax.conv(jax.lax.conv(image, kernel, (1, 1), "SAME"), last, (1, 1), "SAME")
+        return jnp.mean(image**2)
+
+    shapes = [(8, 8, 3, 3), (1, 8, 1, 1), (1, 8, 32, 32)]
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    view = jaxtile.policy.outline(loss, *args, in_axes=(None, None, (2, 3)))
+    lines: list[str] = []
+    none = with_measured(view, BUILT_IN["cpu"], lines.append, steps=1)
+    assert none == BUILT_IN["cpu"]
+    assert "2 kinds of operations" in lines[0]
+    assert "not timed" in lines[0]
+    seconds = sum(d.whole for both in durations(view, none).values() for d in both)
+    few = with_measured(view, none, lines.append, steps=1 / seconds)  # a second: 50 ms for this
+    (one,) = few.classes
+    assert "[8,8,3,3]" in one
+    assert len(with_measured(view, few, lines.append).classes) == 2
 
 
 def test_few_steps_are_not_worth_a_comparison(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from .kernels import durations
 _LARGEST = 2**28  # elements of an array: beyond 2**31 libraries are slow, and memory is not ours
 _TILES = 4  # along each axis, of the smaller arrays
 _SHARE = 1e-3  # of a step: if it takes ten times as long as estimated, that is still little
+COMPARING = 0.05  # of the time of all steps: what finding the fastest schedule may take
 _LEAST = 0.02  # seconds that are measured
 _RUNS = 3  # of a step, after the first one
 _LONG = 1.0  # seconds: what is loaded in a first run is nothing beside it
@@ -31,7 +33,7 @@ _LONG = 1.0  # seconds: what is loaded in a first run is nothing beside it
 
 def unknown(outline: Outline, costs: Costs, least: float = 0.0) -> dict[str, Sample]:
     """The largest sample of each class that a table has no times of, and that is estimated to take
-    at least this share of the time of all.
+    at least this share of the time of all; what takes the most comes first.
     """
     found: dict[str, Sample] = {}
     seconds: dict[str, float] = collections.defaultdict(float)
@@ -42,8 +44,14 @@ def unknown(outline: Outline, costs: Costs, least: float = 0.0) -> dict[str, Sam
             name = sample.shape_class
             found[name] = max(found.get(name, sample), sample, key=Sample.positions)
             seconds[name] += sum(d.whole for d in estimated.get(k, ()))
-    all_of_them = sum(d.whole for both in estimated.values() for d in both)
-    return {name: sample for name, sample in found.items() if seconds[name] >= least * all_of_them}
+    order = sorted(found, key=lambda name: -seconds[name])
+    least *= _seconds(outline, costs)
+    return {name: found[name] for name in order if seconds[name] >= least}
+
+
+def _seconds(outline: Outline, costs: Costs) -> float:
+    """Of all operations, forwards and backwards, once."""
+    return sum(d.whole for both in durations(outline, costs).values() for d in both)
 
 
 def timings(samples: Mapping[str, Sample]) -> Iterator[tuple[str, tuple[Timing, ...]]]:
@@ -69,13 +77,28 @@ def _largest(sample: Sample, smaller: int) -> int:
     return max(x.size for x in [*sample.operands(smaller), *_results(sample, smaller)])
 
 
-def with_measured(outline: Outline, costs: Costs, say: Callable[[str], None]) -> Costs:
-    """The table, and times of what it did not know; written where the planner looks."""
+def with_measured(
+    outline: Outline, costs: Costs, say: Callable[[str], None], steps: float = math.inf
+) -> Costs:
+    """The table, and times of what it did not know; written where the planner looks. Before few
+    steps, not of all.
+    """
     samples, began = unknown(outline, costs, _SHARE), time.perf_counter()
     if not samples:
         return costs
+    most = COMPARING * steps * _seconds(outline, costs)
+    if most < _LEAST:
+        say(
+            f"plan: {len(samples)} kinds of operations that the table of costs does not have are "
+            f"not timed, since all steps take about {steps * _seconds(outline, costs):.1f} s"
+        )
+        return costs
     say(f"plan: timing {len(samples)} kinds of operations that the table of costs does not have")
-    found = {**costs.classes, **dict(timings(samples))}
+    found = dict(costs.classes)
+    for name, times in timings(samples):
+        found[name] = times
+        if time.perf_counter() - began > most:
+            break
     kind, path = jax.devices()[0].device_kind, measured_path()
     device = costs.device if kind in costs.device else f"{costs.device}, operations of {kind}"
     measured = dataclasses.replace(costs, device=device, classes=found)

@@ -67,8 +67,9 @@ def plan(
         costs does not have, and keeps these times for this device; and it runs a few steps of the
         two or three best schedules, on arguments of zeros, and takes the fastest. The budget must
         be free on the device.
-      steps: how many steps will be taken with the plan. If they are few, no time is spent on
-        comparing: with `measure`, it lasts about a twentieth of what all steps will.
+      steps: how many steps will be taken with the plan. If they are few, little time is spent on
+        measuring: timing operations and comparing schedules each last about a twentieth of what
+        all steps will.
       device: a GPU that need not be there, as "NVIDIA H200", or a file that describes it to XLA.
         JAX's CUDA plugin must be. The plan is then not compiled as it will run: plan again on the
         GPU itself, or look at `jaxtile.memory` there.
@@ -124,7 +125,8 @@ def plan(
     if costs is None and (warning := built_in_for_another(device)):
         terms.say(f"plan: {warning}")
     if measure:
-        terms = dataclasses.replace(terms, costs=with_measured(view, terms.costs, terms.say))
+        table = with_measured(view, terms.costs, terms.say, steps)
+        terms = dataclasses.replace(terms, costs=table)
     make = step or default_step(args, in_axes, _has_gradients(view))
     known = _evaluated(view.traced, fun, options.static_argnums)
     return Search(view, _steps(known, in_axes, make, given, skip), terms).run()

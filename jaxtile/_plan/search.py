@@ -34,7 +34,7 @@ from .candidates import as_assignment, assigned, solved
 from .costs import Costs
 from .descent import Descent
 from .kernels import grids
-from .measuring import step_seconds
+from .measuring import COMPARING, step_seconds
 from .model import Model
 from .plan import Plan
 from .solver import Stage, fastest, measured, smallest
@@ -48,7 +48,6 @@ _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
-_COMPARING = 0.05  # of the time of all steps: what finding the fastest schedule may take
 _KINDS = ("solver", "descent")  # of schedules, by where they come from
 
 
@@ -139,7 +138,7 @@ class Search:
         will be taken are too few for a comparison to pay.
         """
         all_steps = self.terms.steps * chosen.seconds
-        if self.tuning > _COMPARING * all_steps:
+        if self.tuning > COMPARING * all_steps:
             self.say(
                 f"plan: not compared with others: compiling one takes {self.tuning:.0f} s, and "
                 f"all steps about {all_steps:.0f} s"
@@ -155,7 +154,7 @@ class Search:
         times: dict[Candidate, float] = {}
         for rival in rivals[:_RUN]:
             spent = time.perf_counter() - began
-            if times and spent + self.tuning > _COMPARING * all_steps:
+            if times and spent + self.tuning > COMPARING * all_steps:
                 break
             if rival not in self.compiled:
                 self._try(rival, as_it_runs=True)
