@@ -20,3 +20,8 @@ The rooms, in an order in which each needs only rooms before it: `program` (conf
 end), `images` (files of any size), `data` (labelled examples), `tasks` (what scores mean),
 `devices`, `measuring`, `predicting`, `training`, `reference`. No room imports a program.
 """
+
+import os
+
+# They draw to files. A notebook's kernel names a backend for what it starts, which may be missing.
+os.environ["MPLBACKEND"] = "Agg"

@@ -82,9 +82,6 @@ def _number(value: float | None) -> str:
 
 def draw(runs: dict[str, Found], path: str) -> None:
     """The losses of training, smoothed, and the metric of each evaluation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     import numpy as np
 

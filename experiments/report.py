@@ -18,9 +18,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from policies import Plan

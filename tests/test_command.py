@@ -110,3 +110,12 @@ def test_what_is_installed_trains_predicts_and_sweeps(tmp_path):
     told = run("sweep", "--config=configs/sweep_quick.py", "--workdir=sweep", *cells, *few)
     assert (tmp_path / "work" / "sweep").is_dir()
     assert " ms" in told
+
+
+def test_a_notebook_starts_programs():
+    """Its kernel tells matplotlib, in all that it starts, to draw into the notebook."""
+    code = "from experiments.training import pictures; print(pictures.plt.get_backend())"
+    env = {**os.environ, "MPLBACKEND": "module://a_package_that_is_missing"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().lower() == "agg"

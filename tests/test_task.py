@@ -143,6 +143,23 @@ def test_a_bar_on_a_terminal():
     assert "a line [that] stays" in seen
 
 
+def test_in_a_notebook_nothing_is_written_over():
+    """It gives programs a terminal, and shows all that is written to it."""
+    program = (
+        "from experiments.program.progress import Bar, Now\n"
+        "with Now() as now, Bar('step', 2) as bar:\n"
+        "    now('reading')\n"
+        "    for i in range(2):\n"
+        "        bar.advance(f'loss {i}')\n"
+    )
+    lines = on_a_terminal(program, JPY_PARENT_PID="1").splitlines()
+    assert lines[0] == "  0 s  reading"
+    assert [line.split("  ")[:2] for line in lines[1:]] == [
+        ["step 1/2", "loss 0"],
+        ["step 2/2", "loss 1"],
+    ]
+
+
 def test_what_is_done_now_on_a_terminal():
     """One live line with its time; what is printed meanwhile stays, and a bar takes its place."""
     program = (
@@ -167,9 +184,12 @@ def test_what_is_done_now_on_a_terminal():
     assert "too late" not in seen
 
 
-def on_a_terminal(program: str) -> str:
+def on_a_terminal(program: str, **env: str) -> str:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=theirs, stderr=theirs)
+    rest = {name: x for name, x in os.environ.items() if name != "JPY_PARENT_PID"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=theirs, stderr=theirs, env=rest | env
+    )
     os.close(theirs)
     seen = b""
     try:
@@ -221,5 +241,18 @@ def test_a_large_image_is_drawn_whole_and_where_its_errors_are(tmp_path, border)
     heights = []
     for name, row in (("large", (image, truth, predicted)), ("small", (shown, there, found))):
         pictures.predictions([row], task, tmp_path / f"{name}.png")
+        heights.append(plt.imread(tmp_path / f"{name}.png").shape[0])
+    assert heights[0] == 2 * heights[1]
+
+
+def test_a_large_image_with_one_class_is_drawn_whole_and_in_its_middle(tmp_path):
+    image = np.arange(700 * 900, dtype=np.float32).reshape(700, 900, 1) / (700 * 900)
+    ((name, shown, _, _),) = pictures._middles(image, 0, 1)
+    assert name == "crop at row 222, column 322"
+    np.testing.assert_array_equal(shown, image[222:478, 322:578])
+    task = tasks.create("classification", classes=2, dense=False)
+    heights = []
+    for name, drawn in (("large", image), ("small", shown)):
+        pictures.predictions([(drawn, 0, 1)], task, tmp_path / f"{name}.png")
         heights.append(plt.imread(tmp_path / f"{name}.png").shape[0])
     assert heights[0] == 2 * heights[1]

@@ -1,10 +1,11 @@
-"""Progress of a long run: a live line on a terminal, plain lines elsewhere.
+"""Progress of a long run: a live line on a terminal, plain lines in files and notebooks.
 
 `Now` says what is being done before there is anything to count; `Bar` counts.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -56,7 +57,7 @@ class Now:
         with self._lock:
             self.hide()
             self._what, self._since = what, time.perf_counter()
-            if self.file.isatty():
+            if _is_live(self.file):
                 console = Console(file=self.file, soft_wrap=True)
                 self._status, Now.shown = Status(escape(self._line()), console=console), self
                 self._status.start()
@@ -82,11 +83,11 @@ class Now:
         print(self._line(), file=self.file, flush=True)
 
     def _beat(self) -> None:
-        while not self._over.wait(1 if self.file.isatty() else self._left()):
+        while not self._over.wait(1 if _is_live(self.file) else self._left()):
             with self._lock:
                 if self._status is not None:
                     self._status.update(escape(self._line()))
-                elif self._what and not self.file.isatty() and self._left() <= 0.05:
+                elif self._what and not _is_live(self.file) and self._left() <= 0.05:
                     self._say()
 
     def _left(self) -> float:
@@ -118,7 +119,7 @@ class Bar:
         self.began, self.start = time.perf_counter(), start
         self._said = self.began
         self._bar = None
-        if self.file.isatty():
+        if _is_live(self.file):
             console = Console(file=self.file)
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -162,6 +163,13 @@ class Bar:
     def __exit__(self, *_: Any) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _is_live(file: TextIO) -> bool:
+    """Can a line be written over? A notebook gives programs a terminal, but shows all that is
+    written to it; its kernel says that it is one.
+    """
+    return file.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def duration(seconds: float) -> str:

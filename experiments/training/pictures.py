@@ -6,9 +6,6 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -65,9 +62,8 @@ def predictions(rows: Sequence[tuple[Any, Any, Any]], task: Task, path: pathlib.
     also where they differ. An image that is too large for a row has a second one, with a crop.
     """
     titles = ["truth", "prediction", *(["error"] if task.dense else [])]
-    named = [
-        shown for row in rows for shown in (("image", *row), *(_crops(*row) if task.dense else ()))
-    ]
+    crops = _crops if task.dense else _middles
+    named = [shown for row in rows for shown in (("image", *row), *crops(*row))]
     size = (3 * len(titles) + 3, 3 * len(named))
     figure, axes = plt.subplots(
         len(named), len(titles) + 1, figsize=size, squeeze=False, layout="constrained"
@@ -117,6 +113,14 @@ def _crops(image: np.ndarray, truth: np.ndarray, predicted: np.ndarray) -> Itera
     seen = tuple(slice(a + b, a + b + _CROP) for a, b in zip(starts, border, strict=True))
     name = f"crop at row {seen[0].start}, column {seen[1].start}"
     yield name, image[seen], truth[window], predicted[window]
+
+
+def _middles(image: np.ndarray, truth: Any, predicted: Any) -> Iterator[Any]:
+    """The square in the middle of an image that has a label as a whole, if it is as large."""
+    if image.ndim == 3 and max(image.shape[:2]) > 2 * _CROP:
+        starts = [max(0, (n - _CROP) // 2) for n in image.shape[:2]]
+        seen = tuple(slice(a, a + _CROP) for a in starts)
+        yield f"crop at row {starts[0]}, column {starts[1]}", image[seen], truth, predicted
 
 
 def _scale_bar(axis: Axes, image: np.ndarray) -> None:
