@@ -676,14 +676,20 @@ def test_measured(tmp_path, monkeypatch):
     assert policies.Plan.from_json(found.as_json()) == found
 
 
-def test_what_takes_no_time_is_not_timed():
+def two_convolutions(kernel, image):
+    """One with that kernel, and one to one channel, position by position."""
+
     def loss(kernel, last, image):
         image = jax.lax.conv(jax.lax.conv(image, kernel, (1, 1), "SAME"), last, (1, 1), "SAME")
         return jnp.mean(image**2)
 
-    shapes = [(64, 64, 5, 5), (1, 64, 1, 1), (1, 64, 512, 512)]
+    shapes = [kernel, (1, kernel[0], 1, 1), image]
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    view = jaxtile.policy.outline(loss, *args, in_axes=(None, None, (2, 3)))
+    return jaxtile.policy.outline(loss, *args, in_axes=(None, None, (2, 3)))
+
+
+def test_what_takes_no_time_is_not_timed():
+    view = two_convolutions((64, 64, 5, 5), (1, 64, 512, 512))
     assert len(unknown(view, BUILT_IN["cpu"])) == 2
     (one,) = unknown(view, BUILT_IN["cpu"], least=0.01)
     assert "[64,64,5,5]" in one
@@ -694,13 +700,7 @@ def test_before_few_steps_little_is_timed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("JAXTILE_COSTS", raising=False)
 
-    def loss(kernel, last, image):
-        image = jax.lax.conv(jax.lax.conv(image, kernel, (1, 1), "SAME"), last, (1, 1), "SAME")
-        return jnp.mean(image**2)
-
-    shapes = [(8, 8, 3, 3), (1, 8, 1, 1), (1, 8, 32, 32)]
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    view = jaxtile.policy.outline(loss, *args, in_axes=(None, None, (2, 3)))
+    view = two_convolutions((8, 8, 3, 3), (1, 8, 32, 32))
     lines: list[str] = []
     none = with_measured(view, BUILT_IN["cpu"], lines.append, steps=1)
     assert none == BUILT_IN["cpu"]

@@ -36,7 +36,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from .derivative import apply
+from .derivative import Bilinear, apply
 from .dimension_order import as_ordered_by, operands_in_order, ordered
 from .plainly import plain
 from .planes import Planes, is_of_volumes
@@ -90,21 +90,12 @@ def _by_platform(in_loop: bool, params: Mapping[str, Any], lhs: Array, rhs: Arra
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Convolution:
+class _Convolution(Bilinear):
     in_loop: bool
     params: Mapping[str, Any]
 
     def value(self, lhs: Array, rhs: Array) -> Array:
         return _result(self.in_loop, self.params, lhs, rhs)
-
-    def forward(self, wanted: Any, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-        return apply(self, lhs, rhs), (lhs, rhs)
-
-    def tangents(self, residuals: tuple[Array, Array], tangents: Sequence[Array | None]) -> Array:
-        (lhs, rhs), (of_lhs, of_rhs) = residuals, tangents
-        found = [] if of_lhs is None else [apply(self, of_lhs, rhs)]
-        found += [] if of_rhs is None else [apply(self, lhs, of_rhs)]
-        return sum(found[1:], found[0])
 
     def backward(self, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         params, (lhs, rhs) = self.params, residuals

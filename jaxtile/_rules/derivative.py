@@ -20,6 +20,8 @@ from jax.interpreters import ad, batching, mlir
 
 from .._errors import TilingError
 
+Array = jax.Array
+
 
 class Derivative(Protocol):
     """A function of pytrees of arrays, and its derivative.
@@ -50,6 +52,25 @@ class Derivative(Protocol):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def apply(function: Derivative, *args: Any) -> Any:
     return function.value(*args)
+
+
+class Bilinear:
+    """A `Derivative` of two arrays, linear in each: its tangents are its own values."""
+
+    def value(self, lhs: Array, rhs: Array) -> Array:
+        raise NotImplementedError
+
+    def forward(self, wanted: Any, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
+        return apply(self, lhs, rhs), (lhs, rhs)
+
+    def tangents(self, residuals: tuple[Array, Array], tangents: Sequence[Array | None]) -> Array:
+        (lhs, rhs), (of_lhs, of_rhs) = residuals, tangents
+        found = [] if of_lhs is None else [apply(self, of_lhs, rhs)]
+        found += [] if of_rhs is None else [apply(self, lhs, of_rhs)]
+        return sum(found[1:], found[0])
+
+    def backward(self, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+        raise NotImplementedError
 
 
 @functools.partial(apply.defjvp, symbolic_zeros=True)

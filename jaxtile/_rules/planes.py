@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .derivative import apply
+from .derivative import Bilinear
 from .dimension_order import as_ordered_by, operands_in_order, ordered
 from .reductions import accumulation_dtype
 from .transposes import Conv, as_given, of_image
@@ -66,7 +66,7 @@ def wide_bytes(params: Mapping[str, Any], lhs: Array, rhs: Array) -> int:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Planes:
+class Planes(Bilinear):
     """A convolution of volumes by `conv`, which knows all others; and its derivative."""
 
     conv: Conv
@@ -75,15 +75,6 @@ class Planes:
     def value(self, lhs: Array, rhs: Array) -> Array:
         found = [self._piece(params, lhs, rhs) for params in self._pieces(lhs, rhs)]
         return lax.concatenate(found, self.params["dimension_numbers"].out_spec[2])
-
-    def forward(self, wanted: Any, lhs: Array, rhs: Array) -> tuple[Array, tuple[Array, Array]]:
-        return apply(self, lhs, rhs), (lhs, rhs)
-
-    def tangents(self, residuals: tuple[Array, Array], tangents: Sequence[Array | None]) -> Array:
-        (lhs, rhs), (of_lhs, of_rhs) = residuals, tangents
-        found = [] if of_lhs is None else [apply(self, of_lhs, rhs)]
-        found += [] if of_rhs is None else [apply(self, lhs, of_rhs)]
-        return sum(found[1:], found[0])
 
     def backward(self, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
         lhs, rhs = residuals
