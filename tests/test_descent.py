@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import pytest
 import jaxtile
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.candidates import assigned as as_candidate
-from jaxtile._plan.costs import BUILT_IN, HOSTED_ONCE, HOSTED_PER_READER
+from jaxtile._plan.costs import BUILT_IN, HOSTED_ONCE, HOSTED_PER_READER, host_memory
 from jaxtile._plan.descent import Descent
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
@@ -160,6 +162,17 @@ def test_host_memory_is_used_where_the_device_has_none():
     assert {n for s in as_candidate(costs, found.assignment).stages for n in s.offloaded} == {
         costs.facts.outline.parts[k].name for k in there
     }
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/meminfo").exists(), reason="Linux says it there")
+def test_how_much_host_memory_there_is(monkeypatch):
+    """What XLA gives, and not all of what the machine has."""
+    monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
+    assert host_memory(here=False) == 64 * 2**30
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1000000")
+    assert host_memory(here=False) == 1_000_000 * 2**30
+    (total,) = re.findall(r"MemTotal:\s+(\d+) kB", pathlib.Path("/proc/meminfo").read_text())
+    assert host_memory(here=True) == pytest.approx(0.75 * 1024 * int(total), rel=0.01)
 
 
 def test_bytes_in_host_memory():

@@ -248,8 +248,9 @@ def has_host_memory() -> bool:
 
 
 def host_memory(here: bool) -> int:
-    """Bytes of host memory that XLA gives to arrays of a GPU: 64 GiB, unless it is told otherwise,
-    and, if the GPU is here, no more than this machine has.
+    """Bytes of host memory that XLA gives to arrays of a GPU: 64 GiB, unless it is told otherwise.
+    If the GPU is here, at most three quarters of this machine's: data and programs need some too.
     """
     given = int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 30
-    return min(given, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if here else given
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(given, 3 * there // 4) if here else given

@@ -60,8 +60,8 @@ def plan(
         optimiser in it, say so here: `step=lambda tiled: train_step_of(tiled)`.
       step_args: the arguments of the step, if they are not `args`.
       offload: may results wait in host memory, and in how many bytes of it, as `"48GiB"`? True: in
-        as many as XLA has for arrays there. That is 64 GiB, unless JAX was started with another
-        number in `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
+        as many as XLA has for arrays there, which is 64 GiB, unless JAX was started with another
+        number in `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, and in at most three quarters of it all.
       costs: rates of the device; by default those that were measured for it, or built in.
       measure: may the planner run something? Then it times kinds of operations that its table of
         costs does not have, and keeps these times for this device; and it runs a few steps of the
