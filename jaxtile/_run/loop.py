@@ -252,10 +252,7 @@ class Loop:
             shape = tile.layout.shape(value)
             if given.hosted and given.hosted[i]:
                 if first is None:
-                    # What the tiles write, each its own part, need not be filled before.
-                    filled = given.begun and self.parted[i] and not self.region.skips
-                    steps = 0 if filled else tiles
-                    first = zeros_on_host(zeros, shape, value.aval.dtype, steps)
+                    first = zeros_on_host(zeros, shape, value.aval.dtype, tiles)
                 sums.append(first)
                 continue
             dtype = tile.sum_dtype(value, slots, tiles)
