@@ -194,16 +194,21 @@ def _known(outline: Outline, argument: str) -> list[str]:
 
 
 def _tiled_graph(outline: Outline) -> ForwardGraph:
-    """The graph of the tiled results; the others are small.
+    """The graph of the tiled results; the others are small. What awaits a reduction reads what that
+    reduces: a norm reads all that its statistics are sums of.
 
     One more value, which reads all that nothing else does, stands for the end of the function. So a
-    result that only a reduction reads belongs to a boundary.
+    result that only the end's reductions read belongs to a boundary.
     """
     parts = outline.parts
     tiled = {k: i for i, k in enumerate(k for k, p in enumerate(parts) if p.tiled)}
-    inputs = [sum(1 << tiled[i] for i in parts[k].inputs if i in tiled) for k in tiled]
-    read = {tiled[i] for k in tiled for i in parts[k].inputs if i in tiled}
-    last = sum(1 << i for i in tiled.values() if i not in read)
+    inputs = []
+    for k in tiled:
+        read = {i for j in (k, *parts[k].awaits) for i in parts[j].inputs}
+        inputs.append(sum(1 << tiled[i] for i in read))
+    last = (1 << len(tiled)) - 1
+    for read_by_one in inputs:
+        last &= ~read_by_one
     return ForwardGraph(
         (*(parts[k].name for k in tiled), "end"),
         (*inputs, last),

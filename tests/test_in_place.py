@@ -10,8 +10,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
+from jaxtile._platform import on_early_cpu
 from jaxtile._run import loop
-from jaxtile._run.ordering import barriers_are_removed
 from jaxtile.policy import Choice
 
 from .support import assert_close, conv, normal, parametrize_few
@@ -68,7 +68,7 @@ def expected():
 )
 def test_gradients_and_where_they_lie(state, grid, shared, monkeypatch):
     """Where all tiles are of one size, the cotangents of a skip connection share an array."""
-    monkeypatch.setattr(loop, "barriers_are_removed", lambda: False)
+    monkeypatch.setattr(loop, "on_early_cpu", lambda: False)
     found = []
 
     def chosen(places, *args):
@@ -83,7 +83,7 @@ def test_gradients_and_where_they_lie(state, grid, shared, monkeypatch):
     assert any(found) == shared
 
 
-@pytest.mark.skipif(barriers_are_removed(), reason="XLA drops barriers on a CPU before jax 0.12")
+@pytest.mark.skipif(on_early_cpu(), reason="XLA drops barriers on a CPU before jax 0.12")
 def test_one_array_less():
     """The ends of blocks are never kept, so at the peak there are their cotangents only."""
     args = jax.eval_shape(functools.partial(arguments, 64, 64, 16))
@@ -95,7 +95,7 @@ def test_one_array_less():
         return jaxtile.compiled_bytes(lowered).temporaries
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "barriers_are_removed", lambda: True)
+        patch.setattr(loop, "on_early_cpu", lambda: True)
         apart = temporaries()
     wide = 2 * 64 * 64 * 16 * 8
     assert temporaries() <= apart - 0.9 * wide

@@ -28,6 +28,7 @@ from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import fastest, smallest
 from jaxtile._plan.states import Assignment
+from jaxtile._platform import tracing_for
 from jaxtile.policy import Choice
 
 from .random_networks import CHANNELS, Network
@@ -642,6 +643,19 @@ def test_a_plan_for_a_gpu_that_is_not_there():
     found = plan(budget="400kB", device="NVIDIA H200")
     assert found.measured_bytes <= 400_000
     assert found.device.startswith("NVIDIA H200")
+
+
+def test_what_is_compiled_for_a_gpu_has_no_workaround_for_a_cpu():
+    """It waits by a barrier, wherever it is traced."""
+
+    def gradient():
+        tiled = jaxtile.checkpoint(lambda *a: short(*a), in_axes=AXES, tiles=(2, 2))
+        return str(jax.make_jaxpr(jax.grad(tiled))(WEIGHTS, IMAGE))
+
+    here = gradient()
+    with tracing_for("gpu"):
+        assert "optimization_barrier" in gradient()
+    assert gradient() == here
 
 
 @pytest.mark.slow

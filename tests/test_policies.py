@@ -83,6 +83,29 @@ def test_what_is_stored():
     assert len(stored("store_convs", unnamed)) == 4
 
 
+def test_cuts_of_networks_whose_statistics_are_of_another_type():
+    """What a norm sums up in float32 is read by that norm, and by no one after it."""
+
+    def block(w, x):
+        y = conv(x, w)
+        wide = y.astype(jnp.float32)
+        mean, square = jnp.mean(wide, (0, 1, 2)), jnp.mean(wide**2, (0, 1, 2))
+        y = ((y - mean) * jax.lax.rsqrt(square - mean**2 + 1e-3)).astype(y.dtype)
+        return checkpoint_name(x + jax.nn.relu(y), "block"), (mean, square)
+
+    def network(weights, x):
+        statistics = []
+        for w in weights:
+            x, found = block(w, x)
+            statistics.append(found)
+        return jnp.mean(x**2), statistics
+
+    arguments = [w.astype(jnp.bfloat16) for w in WEIGHTS], IMAGE.astype(jnp.bfloat16)
+    outline = jaxtile.policy.outline(network, *arguments, in_axes=AXES)
+    stored = policies.resolve("sqrt").choose(outline)
+    assert [name for name in stored if name is not ...] == ["block:2", "block:4"]
+
+
 def test_tiles_given_by_the_caller_win():
     explained = jaxtile.explain(
         named,

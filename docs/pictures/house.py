@@ -19,7 +19,7 @@ from svg import MIDDLE, MONO, arrow, box, svg, text
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGES = ("jaxtile", "policies", "models", "experiments", "configs")
-EVERYWHERE = ("jaxtile._errors", "jaxtile._amounts", "jaxtile._version")
+EVERYWHERE = ("jaxtile._errors", "jaxtile._amounts", "jaxtile._platform", "jaxtile._version")
 """Small files that are not drawn: they import nothing, and anybody may import them."""
 
 

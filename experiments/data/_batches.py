@@ -28,8 +28,8 @@ from ._lazy import Lazy, stacked
 _MOST_THREADS = 16
 _MOST_AHEAD = 2 * 2**30
 """Bytes of batches that are made ahead of time, if more than two are, to keep threads at work."""
-_EARLY = 2**28
-"""And so that the first steps need not wait."""
+_EARLY = 2**30, 2**14
+"""And bytes and examples, so that the first steps need not wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Batches:
       start: the first step.
       prefetch: batches that are made ahead of time, on threads, an example on each; 0: none. By
         default two, or so many more as keep all threads at work within 2 GiB, and up to an epoch
-        within 256 MiB: what is drawn or decoded slowly is made while the step compiles.
+        within 1 GiB: what is drawn or decoded slowly is made while the step compiles.
       lazy: images, and what there is a label of for each position, stay on disk, and can be read by
         window until they are deleted.
     """
@@ -72,7 +72,8 @@ class Batches:
         if lazy:
             prefetch = 1
         if prefetch is None:
-            early = min(len(dataset), _EARLY // _bytes(dataset))
+            held, examples = _EARLY
+            early = min(len(dataset), held // _bytes(dataset), examples)
             prefetch = max(2, max(early, _ahead(dataset)) // max(1, batch_size))
         if batch_size < 1 or start < 0 or prefetch < 0:
             raise ValueError(

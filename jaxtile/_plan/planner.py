@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from .._amounts import parse_bytes
 from .._graph.static import shown
 from .._graph.trace import Traced, flat_axes, only_arrays
+from .._platform import tracing_for
 from .._run.ordering import host_of, on_host, to_device, typed
 from .._schedule import Options, tiled
 from ..policy import Choice, Choices, Outline, outline
@@ -119,9 +120,7 @@ def plan(
         time_limit=time_limit,
         progress=progress,
     )
-    given = args if step_args is None else step_args
-    if device is not None:
-        given = placed(given, absent_device(device))
+    given = _placed(args if step_args is None else step_args, device)
     if costs is None and (warning := built_in_for_another(device)):
         terms.say(f"plan: {warning}")
     if measure:
@@ -129,7 +128,13 @@ def plan(
         terms = dataclasses.replace(terms, costs=table)
     make = step or default_step(args, in_axes, _has_gradients(view))
     known = _evaluated(view.traced, fun, options.static_argnums)
-    return Search(view, _steps(known, in_axes, make, given, skip), terms).run()
+    with tracing_for(terms.platform):
+        return Search(view, _steps(known, in_axes, make, given, skip), terms).run()
+
+
+def _placed(args: Sequence[Any], device: str | None) -> Sequence[Any]:
+    """The arguments of a step, on a device that is not there if that is wanted."""
+    return args if device is None else placed(args, absent_device(device))
 
 
 def _host_memory(offload: bool | int | str, device: str | None) -> int:

@@ -36,6 +36,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from .._platform import on_early_cpu
 from .derivative import Bilinear, apply
 from .dimension_order import as_ordered_by, operands_in_order, ordered
 from .plainly import plain
@@ -136,8 +137,7 @@ def _is_slow_unpadded(params: Mapping[str, Any], rhs: Array) -> bool:
     groups = params["feature_group_count"], params["batch_group_count"]
     plain = {*params["lhs_dilation"], *params["rhs_dilation"], *groups} == {1}
     unpadded = not any(map(any, params["padding"]))
-    slow = jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
-    return slow and len(kernel) == 2 and max(kernel) > 1 and plain and unpadded
+    return on_early_cpu() and len(kernel) == 2 and max(kernel) > 1 and plain and unpadded
 
 
 def _is_transposed(params: Mapping[str, Any]) -> bool:

@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from .._graph.values import Value
+from .._platform import on_early_cpu
 from .._regions.region import Region
 from .._regions.stages import RunStage
 from .._regions.targets import Target
@@ -36,7 +37,7 @@ from .._rules.reductions import accumulation_dtype
 from .alike import Work, order, zero
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
 from .in_place import are_parts, chosen, places
-from .ordering import after, barriers_are_removed, on_host, to_host, zeros_after
+from .ordering import after, on_host, to_host, zeros_after
 from .recompute import RECOMPUTED, Given, Saved
 from .slots import Row, Slots, add, write, zeros_on_host
 from .tile import Layout, State, Tile, reducer
@@ -196,7 +197,7 @@ class Loop:
 
     def _shared(self, given: Given) -> dict[int, int]:
         """Inputs whose cotangents take the place of a target's, and that target."""
-        if not given.begun or barriers_are_removed() or self.region.skips:
+        if not given.begun or on_early_cpu() or self.region.skips:
             return {}
         free = [
             w and c is None and not hosted

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .._platform import on_early_cpu
 from .arrays import Array, Arrays, Cotangents, there
 
 
@@ -23,21 +24,16 @@ def after(tree: Any, arrays: Cotangents) -> Any:
     same, so it computes again what was computed from them.
     """
     waited_for = there(arrays)
-    if barriers_are_removed():
+    if on_early_cpu():
         zero = _zero_of(waited_for, jax.tree.leaves(tree))
         return tree if zero is None else jax.tree.map(lambda x: _minus(x, zero), tree)
     tree, _ = lax.optimization_barrier((tree, waited_for))
     return tree
 
 
-def barriers_are_removed() -> bool:
-    """Before jax 0.12, XLA drops optimization barriers on a CPU."""
-    return jax.__version_info__ < (0, 12) and jax.default_backend() == "cpu"
-
-
 def settled(arrays: Arrays) -> Arrays:
     """The same arrays; the compiler cannot make what computes them part of what reads them."""
-    return arrays if barriers_are_removed() else lax.optimization_barrier(list(arrays))
+    return arrays if on_early_cpu() else lax.optimization_barrier(list(arrays))
 
 
 def _minus(x: Array, zero: Array) -> Array:
@@ -120,6 +116,6 @@ def typed(shapes: Any) -> Any:
 
 def fetch(x: Array, cotangents: Cotangents) -> Array:
     """A copy in device memory, made only once the cotangents exist."""
-    if barriers_are_removed():  # a CPU has one memory: there is nothing to wait for
+    if on_early_cpu():  # a CPU has one memory: there is nothing to wait for
         return after(to_device(x), cotangents)
     return to_device(after(x, cotangents))
