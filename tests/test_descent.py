@@ -12,11 +12,16 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtile
+from experiments.measuring.problems import problem, shape_of
 from jaxtile._plan.assignment import Assignments
+from jaxtile._plan.candidates import as_assignment
 from jaxtile._plan.candidates import assigned as as_candidate
 from jaxtile._plan.costs import BUILT_IN, HOSTED_ONCE, HOSTED_PER_READER, host_memory
 from jaxtile._plan.descent import Descent
+from jaxtile._plan.kernels import grids
+from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
+from jaxtile._plan.solver import Stage, fastest, measured
 from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 from .support import assert_close, parametrize_few
@@ -99,10 +104,10 @@ def test_near_the_best_of_all_assignments():
 
 def test_never_slower_than_all_in_tiles_of_one_grid():
     """What nothing spans is in host memory then. Walks from what is fast alone end before it."""
-    costs, grids = assignments(layers=10, size=2048), [(2, 2), (4, 4), (8, 8)]
-    descent = Descent(costs, grids, host=math.inf)
+    costs, tried = assignments(layers=10, size=2048), [(2, 2), (4, 4), (8, 8)]
+    descent = Descent(costs, tried, host=math.inf)
     states = [HOSTED if k in costs.facts.joints else INSIDE for k in range(costs.facts.n)]
-    for grid in grids:
+    for grid in tried:
         modes = (Mode(grid, tiled_forward=True),) * costs.facts.n
         simple = costs.estimate(Assignment(tuple(states), modes))
         found = descent.fastest(simple.peak)
@@ -116,6 +121,22 @@ def test_less_memory_never_costs_less_time():
     found = [descent.fastest(share * most) for share in (1.0, 0.8, 0.6, 0.45)]
     assert all(a.seconds <= 1.001 * b.seconds for a, b in itertools.pairwise(found))
     assert descent.smallest().peak < found[-1].peak
+
+
+@pytest.mark.slow
+def test_what_the_solver_finds_is_made_to_fit():
+    """By the estimate here its schedule of a U-Net needs a little more than it may."""
+    unet = problem("unet", shape_of("unet"), jnp.float32, abstract=True)
+    outline = jaxtile.policy.outline(unet.loss, *unet.arguments, in_axes=unet.in_axes)
+    costs = Assignments(outline, BUILT_IN["gpu"])
+    model = Model(costs.facts, BUILT_IN["gpu"])
+    tables, descent = model.stretches(grids(outline)), Descent(costs, grids(outline))
+    everything = measured(tables, (Stage(0, 0, len(tables.cuts) - 1),))
+    begun = as_assignment(model, tables, fastest(tables, everything.peak / 4))
+    assert costs.estimate(begun).peak > everything.peak / 4
+    found = descent.fastest(everything.peak / 4, [begun])
+    assert found.peak <= everything.peak / 4
+    assert found.seconds < 1.1 * costs.estimate(begun).seconds
 
 
 @pytest.mark.slow
@@ -191,11 +212,11 @@ def test_no_more_in_host_memory_than_there_is():
     """The less of it there is, the slower; if it is too little for all cuts, a walk finds where to
     cut less often.
     """
-    costs, grids = assignments(layers=10, size=2048), [(2, 2), (4, 4), (8, 8)]
-    value, allowed = costs.facts.bytes[results(costs)[0]], Descent(costs, grids).smallest().peak
-    found = [Descent(costs, grids, host=n * value).fastest(allowed) for n in (0, 2, 5, math.inf)]
+    costs, tried = assignments(layers=10, size=2048), [(2, 2), (4, 4), (8, 8)]
+    value, allowed = costs.facts.bytes[results(costs)[0]], Descent(costs, tried).smallest().peak
+    found = [Descent(costs, tried, host=n * value).fastest(allowed) for n in (0, 2, 5, math.inf)]
     for there, f in zip((0, 2, 5, math.inf), found, strict=True):
         assert f.peak <= allowed
         assert f.hosted == costs.estimate(f.assignment).hosted <= there * value
     assert all(b.seconds < 0.95 * a.seconds for a, b in itertools.pairwise(found))
-    assert Descent(costs, grids, host=5 * value).fastest(0.9 * allowed) is not None
+    assert Descent(costs, tried, host=5 * value).fastest(0.9 * allowed) is not None

@@ -11,27 +11,31 @@ Such a search ends where no single move helps, which for a ResNet in an eighth o
 1.4 times slower than necessary. So it is *shaken*: a few moves at random in one part of the
 network, then moves there that make it fit again or faster, and what came out is kept if it is
 better. The random numbers are the same each time, and so is the plan.
+
+What somebody else found, or what was found for more room, is a better start than what is fastest,
+if it needs only little too much. From there single operations are moved too, and all of a block at
+once: often neither its results nor its grid alone can change without needing more.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 from ..policy import GridSpec
 from .assignment import Assignments
+from .found import Found, Room, Walk
 from .groups import Span, groups, split, zones
 from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 T = TypeVar("T")
-Move = tuple[list[int], bool]
-"""Operations that get one state, or, if true, one grid."""
+Move = tuple[list[int], Literal["state", "grid", "both"]]
+"""Operations, and what they get: one state, one grid, or both."""
 
 _STEP = 0.9  # of the peak: how far the allowance falls at a time
 _BEYOND = 0.5  # of the allowance: walks go beyond it, and come back with improvements
@@ -39,54 +43,6 @@ _IMPROVED = 2  # assignments that are improved further for one allowance
 _SHAKES = 20  # of each assignment that is improved, and of the best one
 _LOOKS = 1000  # assignments that are looked at meanwhile
 _NEAR = 8  # one part of the network in so many is shaken at a time
-
-
-class Room(NamedTuple):
-    """Bytes that a schedule may need."""
-
-    device: float
-    host: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Found:
-    seconds: float
-    needs: np.ndarray
-    peak: float
-    assignment: Assignment
-    kept: float = 0.0
-    """Bytes that stay, if it is of a span."""
-    hosted: float = 0.0
-    """The most bytes in host memory."""
-
-    def excess(self, room: Room) -> float:
-        """Bytes beyond what there is room for, of all regions together."""
-        beyond = float(np.maximum(self.needs - room.device, 0).sum())
-        return beyond + max(self.hosted - room.host, 0.0)
-
-    def fits(self, room: Room) -> bool:
-        return self.peak <= room.device and self.hosted <= room.host
-
-
-class Walk:
-    """Assignments that need less and less memory, as far as anybody asked for them."""
-
-    def __init__(self) -> None:
-        self.steps: Iterator[Found] = iter(())
-        self.here: Found | None = None
-        self.seen: list[Found] = []
-        """All that were looked at on the way, too."""
-
-    def to(self, room: Room) -> None:
-        while self.here is None or not self.here.fits(room):
-            found = next(self.steps, None)
-            if found is None:
-                return
-            self.here = found
-
-    def fastest(self, room: Room) -> Found | None:
-        fits = (f for f in self.seen if f.fits(room))
-        return min(fits, key=lambda f: f.seconds, default=None)
 
 
 class Descent:
@@ -112,6 +68,10 @@ class Descent:
         self.zones = list(zones(self.facts, self.span))
         self.blocks = [b for zone in self.zones for b in split(zone, self.facts.joints)]
         self.moves = list(self._decisions(single=False))
+        self.all_moves = self.moves
+        if span is None:
+            self.all_moves = [*self.moves, *self._decisions(single=True)]
+            self.all_moves += [(block, "both") for block in self.blocks]
         self._seen: dict[tuple[tuple[int, ...], tuple[Mode, ...]], Found] = {}
         self._walks = [Walk() for _ in self._starts()]
         for walk, start in zip(self._walks, self._starts(), strict=True):
@@ -128,13 +88,15 @@ class Descent:
         """
         room = Room(allowed, self.host)
         given = [*others] if spanned is None else [*others, spanned]
-        begun = [self._look(self._normal(a.states, a.modes)) for a in given]
-        begun = [f for f in (*begun, *self._answers) if f.fits(room)]
+        known = [self._look(self._normal(a.states, a.modes)) for a in given] + self._answers
+        begun = [f for f in known if f.fits(room)]
         if spanned is None or not begun:
-            for walk in self._walks:
-                walk.to(Room(_BEYOND * allowed, self.host))
-                begun += [f for f in (walk.fastest(room),) if f is not None]
-        if spanned is None or not begun or self.host:  # spans know nothing of host memory
+            begun += self._made_to_fit([f for f in known if not f.fits(room)], room)
+        anew = not begun or (spanned is None and not self._answers)
+        for walk in self._walks if anew else ():
+            walk.to(Room(_BEYOND * allowed, self.host))
+            begun += [f for f in (walk.fastest(room),) if f is not None]
+        if anew or self.host:  # spans know nothing of host memory
             begun += self._looping(room)
         if not begun and self.host and (least := self.smallest().peak) > allowed:
             self.fastest(least)  # what is faster there, with host memory, may need less as well
@@ -158,6 +120,16 @@ class Descent:
 
     def seen(self) -> list[Found]:
         return list(self._seen.values())
+
+    def _made_to_fit(self, large: Iterable[Found], room: Room) -> list[Found]:
+        """Where walks lead from what needs more room, as what was found for it before."""
+        walks = []
+        for found in large:
+            walk = Walk()
+            walk.steps = self._descend(found.assignment, walk.seen, room.device, self.all_moves)
+            walk.to(room)
+            walks.append(walk)
+        return [f for walk in walks if (f := walk.fastest(room)) is not None]
 
     def _looping(self, room: Room) -> list[Found]:
         """Of each kind of `_loops`, the fastest that fits; or, from the nearest, where a walk leads
@@ -241,7 +213,11 @@ class Descent:
                 yield self._normal(states, [mode] * self.facts.n)
 
     def _descend(
-        self, start: Assignment, seen: list[Found], allowed: float = 0.0
+        self,
+        start: Assignment,
+        seen: list[Found],
+        allowed: float = 0.0,
+        moves: Sequence[Move] = (),
     ) -> Iterator[Found]:
         """Give up as little time per byte as possible, until nothing gets smaller.
 
@@ -249,10 +225,11 @@ class Descent:
         needs. What counts are the bytes beyond it of all regions: if several are too large, each of
         them must get smaller, and no single move reduces the peak.
         """
+        moves = moves or self.moves
         here = self._look(start)
         seen.append(here)
         room = Room(max(here.peak, allowed), self.host)
-        prices = dict.fromkeys(range(len(self.moves)), -math.inf)
+        prices = dict.fromkeys(range(len(moves)), -math.inf)
         while True:
             yield here
             if here.fits(room):
@@ -263,7 +240,7 @@ class Descent:
             for move in sorted(prices, key=prices.__getitem__):
                 if best is not None and prices[move] > best[0]:
                     break
-                prices[move], found = self._cheapest(here, self.moves[move], room, seen)
+                prices[move], found = self._cheapest(here, moves[move], room, seen)
                 if found is not None and (best is None or prices[move] < best[0]):
                     best = prices[move], found
             if best is None:
@@ -307,21 +284,34 @@ class Descent:
 
     def _decisions(self, single: bool) -> Iterator[Move]:
         for group in self.groups:
-            yield from ([([k], False) for k in group] if single else [(group, False)])
+            for members in [[k] for k in group] if single else [group]:
+                yield members, "state"
         for zone in self.blocks if single else self.zones:
-            yield zone, True
+            yield zone, "grid"
 
-    def _changed(self, here: Assignment, members: list[int], grid: bool) -> Iterator[Assignment]:
-        """Another state for these operations, or another grid."""
-        if not grid:
+    def _changed(
+        self, here: Assignment, members: list[int], what: Literal["state", "grid", "both"]
+    ) -> Iterator[Assignment]:
+        """Another state for these operations, another grid, or both: nothing of them whole longer
+        than the forward pass, in tiles.
+        """
+        if what == "state":
             for state in self.states:
                 if any(here.states[k] != state for k in members):
                     yield self._normal(_replaced(here.states, members, state), here.modes)
             return
         at = self.modes.index(here.modes[members[0]])
-        for other in self.modes[max(0, at - 3) : at + 4]:
-            if other != here.modes[members[0]] and self._enough(members, other.grid):
-                yield self._normal(here.states, _replaced(here.modes, members, other))
+        near = self.modes[max(0, at - 3) : at + 4]
+        tiled = [mode for mode in self.modes if isinstance(mode.grid, tuple)]
+        for other in near if what == "grid" else tiled:
+            if not self._enough(members, other.grid):
+                continue
+            modes = _replaced(here.modes, members, other)
+            if what == "both":
+                for state in (INSIDE, PASSING):
+                    yield self._normal(_replaced(here.states, members, state), modes)
+            elif other != here.modes[members[0]]:
+                yield self._normal(here.states, modes)
 
     def _enough(self, members: list[int], grid: GridSpec) -> bool:
         """Has every one of these results a position for each tile?"""

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .assignment import Assignments
-from .descent import Descent, Found
+from .descent import Descent
 from .facts import Facts
+from .found import Found
 from .groups import Span
 from .model import Stretches
 from .solver import fastest
