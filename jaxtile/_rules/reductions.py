@@ -28,6 +28,15 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
     )
 
 
+def extreme(dtype: np.dtype, lowest: bool) -> np.ndarray:
+    """The lowest value of a type, or the highest: what is outside an array to a maximum, say."""
+    if dtype == np.bool_:
+        return np.array(not lowest)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.array(jnp.iinfo(dtype).min if lowest else jnp.iinfo(dtype).max, dtype)
+    return np.array(-np.inf if lowest else np.inf, dtype)
+
+
 @register("reduce_sum", kind="reduction", linear="sum")
 @register(
     "reduce_max",
@@ -147,16 +156,9 @@ class Extremum(Reduction):
     better: Callable[[jax.Array, jax.Array], jax.Array]
 
     @property
-    def _worst(self) -> np.ndarray | np.bool_:
+    def _worst(self) -> np.ndarray:
         """The value that every other one is better than."""
-        dtype = self.eqn.out_avals[0].dtype
-        low = self.better is jnp.greater
-        if dtype == np.bool_:
-            return np.bool_(not low)
-        info = np.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
-        return np.array(
-            (info.min if low else info.max) if info else (-np.inf if low else np.inf), dtype
-        )
+        return extreme(self.eqn.out_avals[0].dtype, lowest=self.better is jnp.greater)
 
     def start(self) -> State:
         shape = self.eqn.out_avals[0].shape
