@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._errors import Mixes
 from .accumulation import Masks, Reduction, Share, State, masked
 from .registry import Axes, Equation, Rule, forbid, others, register
 
@@ -54,16 +53,13 @@ class Reduce(Rule):
         return dict(enumerate(others(eqn, eqn.params["axes"])))
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        over = _reduced(eqn)
-        if over and eqn.primitive.name not in _REDUCTIONS:
-            raise Mixes(
-                f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated "
-                "over tiles"
-            )
+        if eqn.primitive.name not in _REDUCTIONS:
+            forbid(eqn, 0, eqn.params["axes"], "cannot be accumulated over tiles")
         return super().axes(eqn)
 
     def reduction(self, eqn: Equation) -> Reduction | None:
-        return _REDUCTIONS[eqn.primitive.name](eqn) if _reduced(eqn) else None
+        over_tiled = any(eqn.in_axes[0][d] is not None for d in eqn.params["axes"])
+        return _REDUCTIONS[eqn.primitive.name](eqn) if over_tiled else None
 
 
 @register("reduce", kind="reduction")
@@ -96,17 +92,10 @@ class Along(Rule):
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         params = eqn.params
         dim = params.get("dimension", params.get("axis", params.get("reduction_dimension", -1)))
-        if any(axes[dim] is not None for axes in eqn.in_axes):
-            raise Mixes(
-                f"`{eqn.primitive.name}` works along dimension {dim % len(eqn.in_axes[0])}, which "
-                "is tiled"
-            )
+        dim %= len(eqn.in_axes[0])
+        for i in range(len(eqn.in_axes)):
+            forbid(eqn, i, [dim], f"works along dimension {dim}")
         return super().axes(eqn)
-
-
-def _reduced(eqn: Equation) -> list[int]:
-    """The tiled dimensions that are reduced over."""
-    return [d for d in eqn.params["axes"] if eqn.in_axes[0][d] is not None]
 
 
 def _spread(x: jax.Array, eqn: Equation, shape: Sequence[int]) -> jax.Array:

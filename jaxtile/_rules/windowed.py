@@ -137,10 +137,6 @@ class _Pool(Rule):
         name, dtype = eqn.primitive.name, eqn.in_avals[0].dtype
         return 0 if name == "reduce_window_sum" else extreme(dtype, name == "reduce_window_max")
 
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        axes: Axes = eqn.in_axes[0]
-        return [axes, *eqn.in_axes[1:]], [axes]
-
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         params, padding = eqn.params, list(eqn.params["padding"])
         produced, need = Windows(), Windows()
