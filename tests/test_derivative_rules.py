@@ -233,3 +233,24 @@ def test_random_rules_compiled():
     for _ in range(3):
         case = draw(chance, order=1)
         assert check(case, compile=True) in ("exact", "ill-conditioned"), case
+
+
+@pytest.fixture
+def newer_calls():
+    """JAX's newer `custom_vjp` and `remat`, whose calls are Python objects."""
+    flags = ("jax_custom_vjp3", "jax_remat3")
+    before = [getattr(jax.config, flag) for flag in flags]
+    for flag in flags:
+        jax.config.update(flag, True)
+    yield
+    for flag, value in zip(flags, before, strict=True):
+        jax.config.update(flag, value)
+
+
+def test_newer_calls(newer_calls):
+    rule = with_backward(lambda x, c: (2 * c * jnp.cos(x),), jnp.sin)
+    layer = jax.checkpoint(between(rule))
+    assert "call_hi_primitive" in {e.primitive.name for e in jax.make_jaxpr(layer)(W, X).eqns}
+    assert_same(layer, W, X, in_axes=AXES, tiles=(3,))
+    assert not whole(layer, W, X)
+    assert jaxtile.operations(layer, W, X).macs == jaxtile.operations(between(rule), W, X).macs > 0
