@@ -192,6 +192,7 @@ def test_effects_are_no_results():
         ("budget:1.2.3GB", "not an amount"),
         ("budget:1e400", "not an amount"),
         ("sqrt:", "must be written 'sqrt'"),
+        (4, "must be a string"),
     ],
 )
 def test_bad_strings(text, message):
@@ -203,6 +204,17 @@ def test_an_unknown_name_lists_the_nearest():
     tiled = jaxtile.checkpoint(named, in_axes=AXES, policy=policies.resolve("names:conv9"))
     with pytest.raises(ValueError, match="conv3"):
         tiled(WEIGHTS, IMAGE)
+
+
+def test_no_name_at_all():
+    tiled = jaxtile.checkpoint(named, in_axes=AXES, policy="offload:,")
+    with pytest.raises(ValueError, match="',' names no result"):
+        tiled(WEIGHTS, IMAGE)
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="there is a policy 'sqrt' already"):
+        jaxtile.policy.register("sqrt", "", "another")(lambda argument: None)
 
 
 def test_lower_sets_too_small():
