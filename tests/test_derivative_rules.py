@@ -254,3 +254,65 @@ def test_newer_calls(newer_calls):
     assert_same(layer, W, X, in_axes=AXES, tiles=(3,))
     assert not whole(layer, W, X)
     assert jaxtile.operations(layer, W, X).macs == jaxtile.operations(between(rule), W, X).macs > 0
+
+
+def with_tangent(tangent, fun=lambda x: x * 2):
+    """`fun` with a `custom_jvp` rule."""
+    call = jax.custom_jvp(fun)
+    call.defjvp(lambda primals, tangents: (call(*primals), tangent(*primals, *tangents)))
+    return call
+
+
+def centred(x):
+    return x - x.mean(1, keepdims=True)
+
+
+RUN_WHOLE = {
+    "a rule that mixes": (with_tangent(lambda x, t: t * jnp.sort(x, 1)), "cannot be tiled"),
+    "a rule that reduces": (with_tangent(lambda x, t: t * x.max(1)), "reduces over a tiled axis"),
+    "a function that reduces": (with_backward(lambda x, c: (c,), centred), "it reduces over"),
+    "a function of another size": (
+        with_backward(lambda x, c: (jnp.repeat(c, 2, 1)[:, :7],), lambda x: x[:, ::2]),
+        "its results have other sizes",
+    ),
+    "a maximum": (with_backward(lambda x, c: (c * x.max(1),)), "uses a reduction"),
+    "integers": (
+        with_backward(lambda x, c: (c.astype(jnp.int32).astype(c.dtype),)),
+        "is not linear in the cotangent, or rounds it",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule, reason", RUN_WHOLE.values(), ids=RUN_WHOLE.keys())
+def test_what_runs_whole_says_why(rule, reason):
+    fun = between(rule)
+    interpreted(fun, W, X, tiles=(3,))
+    (found,) = whole(fun, W, X)
+    assert reason in found.reason
+
+
+def test_an_operand_of_a_rule_that_is_read_by_window():
+    scaled = jax.custom_jvp(lambda x, scale: x * scale)
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * primals[1]))
+    fun = lambda w, x, scale: conv(scaled(conv(x, w), scale), w)  # noqa: E731
+    interpreted(fun, W, X, SCALE, tiles=(3,), in_axes=(None, (1,), None))
+    assert not whole(fun, W, X, SCALE, in_axes=(None, (1,), None))
+
+
+def test_a_tangent_that_closes_over_a_traced_array():
+    def fun(w, x):
+        inner = conv(x, w)
+        return conv(with_tangent(lambda x, t: t * inner)(inner), w)
+
+    with pytest.raises(jaxtile.TilingError, match=r"closes over an array.*pass it to the function"):
+        jaxtile.checkpoint(fun, in_axes=AXES, tiles=(3,))(W, X)
+
+
+def test_a_rule_of_a_rule_that_reduces():
+    """Once it is differentiated as it should be; a second time it is refused."""
+    inner = with_tangent(lambda x, t: t * x.max(1))
+    tiled = jaxtile.checkpoint(
+        between(with_tangent(lambda x, t: t * inner(x))), in_axes=AXES, tiles=(3,)
+    )
+    with pytest.raises(jaxtile.TilingError, match="its derivative rule reduces over a tiled axis"):
+        derivative(tiled, 2)
