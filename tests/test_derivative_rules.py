@@ -270,6 +270,14 @@ def centred(x):
 RUN_WHOLE = {
     "a rule that mixes": (with_tangent(lambda x, t: t * jnp.sort(x, 1)), "cannot be tiled"),
     "a rule that reduces": (with_tangent(lambda x, t: t * x.max(1)), "reduces over a tiled axis"),
+    "a rule that says where arrays lie": (
+        with_tangent(lambda x, t: jax.device_put(2 * t, jax.devices()[0])),
+        "says where the whole array is to lie",
+    ),
+    "a rule that changes at a place": (
+        with_tangent(lambda x, t: 2 * t.at[:, x.astype(int).sum() % 7].multiply(0.5)),
+        "not one block at a constant place",
+    ),
     "a function that reduces": (with_backward(lambda x, c: (c,), centred), "it reduces over"),
     "a function of another size": (
         with_backward(lambda x, c: (jnp.repeat(c, 2, 1)[:, :7],), lambda x: x[:, ::2]),
@@ -289,6 +297,15 @@ def test_what_runs_whole_says_why(rule, reason):
     interpreted(fun, W, X, tiles=(3,))
     (found,) = whole(fun, W, X)
     assert reason in found.reason
+
+
+def test_a_rule_that_exchanges_the_tiled_axes():
+    rule, schedule = with_tangent(lambda x, t: 2 * t.swapaxes(1, 2)), {"tiles": (3, 2)}
+    fun = lambda w, x: jnp.tanh(rule(conv(x, w)))  # noqa: E731
+    args, schedule["in_axes"] = (normal(4, 3, 3, 2, 2), normal(3, 1, 6, 6, 2)), (None, (1, 2))
+    interpreted(fun, *args, **schedule)
+    (found,) = whole(fun, *args, **schedule)
+    assert "has its tiled axes in other dimensions than what reads it" in found.reason
 
 
 def test_an_operand_of_a_rule_that_is_read_by_window():

@@ -142,6 +142,11 @@ def test_mismatched_sizes():
     )
 
 
+def test_a_call_that_the_function_does_not_take():
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2"):
+        jaxtile.checkpoint(lambda x: x, in_axes=(1, None), tiles=(2,))(IMAGE, W)
+
+
 def test_axes_per_argument_as_in_vmap():
     """One axis per argument is one tiled axis; two different ones could also be axes of each."""
 
