@@ -316,6 +316,15 @@ def test_an_operand_of_a_rule_that_is_read_by_window():
     assert not whole(fun, W, X, SCALE, in_axes=(None, (1,), None))
 
 
+def test_what_a_rule_computes_whole_and_reads_by_window():
+    def weighted(x):
+        return x * jnp.cumsum(jnp.arange(7.0))[:, None]
+
+    fun = between(with_tangent(lambda x, t: 2 * weighted(t), weighted))
+    interpreted(fun, W, X, tiles=(3,))
+    assert not whole(fun, W, X)
+
+
 def test_a_tangent_that_closes_over_a_traced_array():
     def fun(w, x):
         inner = conv(x, w)

@@ -134,6 +134,14 @@ def test_tiles_do_not_touch_what_the_policy_keeps():
         )
 
 
+def test_tiles_of_a_policy_are_shared_by_devices():
+    mesh = dict(mesh=jax.make_mesh((2, 2), ("rows", "columns")), mesh_axes=("rows", "columns"))
+    tiled = jaxtile.checkpoint(named, in_axes=AXES, policy="tiled:4x2", **mesh)
+    assert {region.grid for region in tiled.explain(WEIGHTS, IMAGE).regions} == {(2, 1)}
+    got, want = (jax.jit(jax.grad(fun))(WEIGHTS, IMAGE) for fun in (tiled, named))
+    assert_close(got, want)
+
+
 def test_a_name_that_returns_is_stored_each_time():
     def repeated(weights, x):
         for w in weights:

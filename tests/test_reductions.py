@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
@@ -196,8 +197,9 @@ def test_narrow_sums_accumulate_in_float32():
     assert float(jax.grad(lambda r: by_row(r, tall).astype(jnp.float32).sum())(row)[0, 0]) == 4096
 
 
-def test_extremes_of_integers_of_four_bits():
-    image = (IMAGE * 4).astype(jnp.int4)
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.bool_])
+def test_extremes_of_small_types(dtype):
+    image = (IMAGE * 4).astype(dtype)
     tiled = jaxtile.checkpoint(lambda x: (x.max((1, 2)), x.min()), in_axes=((1, 2),), tiles=(3, 2))
     most, least = tiled(image)
     assert (most == image.max((1, 2))).all()
