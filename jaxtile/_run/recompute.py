@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .._errors import TilingError
+from .._graph.static import Static
 from .._regions.region import Group, Region
 from .._rules.derivative import apply, apply_backwards, only_backwards
 from .._rules.manual import as_varying_as
@@ -124,7 +125,7 @@ class _Run:
             None if passing or h is not None else x
             for x, h, passing in zip(inputs, hosted, self.body.region.passing, strict=True)
         ]
-        residuals = on_device, hosted, globals_, kept, _Static.of(wanted[:2])
+        residuals = on_device, hosted, globals_, kept, Static(tuple(map(tuple, wanted[:2])))
         return (results, self._returned(inputs)), residuals
 
     def tangents(self, residuals: Any, tangents: Any) -> tuple[Cotangents, Cotangents]:
@@ -136,16 +137,14 @@ class _Run:
     def backward(
         self, residuals: Any, given: tuple[Cotangents, Cotangents]
     ) -> tuple[Cotangents, Cotangents, list[None]]:
-        on_device, hosted, globals_, kept, static = residuals
-        cotangents, begun = given
-        begun = [c if w else None for c, w in zip(begun, static.wanted[0], strict=True)]
+        (on_device, hosted, globals_, kept, known), (cotangents, begun) = residuals, given
+        wanted: Wanted = known.value
+        begun = [c if w else None for c, w in zip(begun, wanted[0], strict=True)]
         there = (lambda h: h) if self._loops() else (lambda h: fetch(h, cotangents))
         inputs = [x if h is None else there(h) for x, h in zip(on_device, hosted, strict=True)]
         of_inputs, of_globals = self.body.backward(
             Saved(inputs, globals_, kept),
-            Given(
-                cotangents, static.wanted, begun, [x is not None and on_host(x) for x in on_device]
-            ),
+            Given(cotangents, wanted, begun, [x is not None and on_host(x) for x in on_device]),
         )
         return of_inputs, of_globals, [None for _ in hosted]
 
@@ -161,15 +160,3 @@ class _Run:
         """Does the backward pass read windows of its inputs, wherever these are?"""
         region = self.body.region
         return isinstance(region, Region) and region.tiles > 1 and region.devices is None
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A residual that is known while tracing."""
-
-    wanted: tuple[tuple[bool, ...], tuple[bool, ...]]
-
-    @classmethod
-    def of(cls, wanted: Wanted) -> _Static:
-        return cls((tuple(wanted[0]), tuple(wanted[1])))
