@@ -132,10 +132,7 @@ def _zeros(x: Any, place: Any) -> jax.Array:
 
 
 def _results(sample: Sample, smaller: int) -> list[jax.ShapeDtypeStruct]:
-    found: list[jax.ShapeDtypeStruct] = jax.eval_shape(
-        sample.equation.bind, *sample.operands(smaller)
-    )
-    return found
+    return jax.eval_shape(sample.equation.bind, *sample.operands(smaller))
 
 
 def _timing(sample: Sample, smaller: int) -> Timing:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +133,7 @@ class Sum(Reduction):
         def total(*operands: jax.Array) -> jax.Array:
             return self.partial(operands, share.owned)[0]
 
-        return cast(jax.Array, jax.jvp(total, tuple(share.operands), tuple(tangents))[1])
+        return jax.jvp(total, tuple(share.operands), tuple(tangents))[1]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,14 +93,10 @@ def run(
     itself has none. An argument in host memory has no cotangents, and None in its place.
     """
     given = list(inputs), list(globals_), list(hosted)
-    forgets = jax.__version_info__ < (0, 12) and body.region.has_rules
     given = as_varying_as(given, jax.tree.leaves(given))
-    found: tuple[list[Array], list[Array]]
-    if forgets:
-        found = apply_backwards(_Run(body), *only_backwards(given))
-    else:
-        found = apply(_Run(body), *given)
-    return found
+    if jax.__version_info__ < (0, 12) and body.region.has_rules:  # JAX would forget these
+        return apply_backwards(_Run(body), *only_backwards(given))
+    return apply(_Run(body), *given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
