@@ -20,7 +20,7 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -281,7 +281,8 @@ class Descent:
             seen.append(found)
             saved = excess - found.excess(room)
             if saved > 0.001 * excess:
-                best = min(best, (_price(found.seconds - here.seconds, saved), found), key=_first)
+                price = _price(found.seconds - here.seconds, saved)
+                best = (price, found) if price < best[0] else best
         return best
 
     def _look(self, assignment: Assignment) -> Found:
@@ -349,10 +350,6 @@ class Descent:
             if end is not None:
                 found[end] = KEPT
         return Assignment(tuple(found), tuple(modes))
-
-
-def _first(pair: tuple[float, Any]) -> float:
-    return pair[0]
 
 
 def _replaced(items: Sequence[T], members: Sequence[int], item: T) -> list[T]:
