@@ -28,17 +28,9 @@ class Mixes(Exception):
         self.advice = advice
 
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_LIBRARIES = tuple(
-    {
-        os.path.realpath(p)
-        for p in (
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-            *sysconfig.get_paths().values(),
-        )
-    }
-)
+_INSTALLED = {*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()}
+_LIBRARIES = (os.path.dirname(os.path.abspath(__file__)), *map(os.path.realpath, _INSTALLED))
+"""Where code is that is not the user's."""
 
 
 def user_line(*source_infos: Any) -> str:
@@ -61,7 +53,7 @@ def _user_frames(source_info: Any) -> list[tuple[str, int, str]]:
     found = []
     for frame in getattr(traceback, "frames", ()) or ():
         path = os.path.realpath(frame.file_name)
-        if not path.startswith((_HERE, *_LIBRARIES)) and not frame.file_name.startswith("<"):
+        if not path.startswith(_LIBRARIES) and not frame.file_name.startswith("<"):
             found.append((frame.file_name, frame.line_num, frame.function_name))
     return found
 

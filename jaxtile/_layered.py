@@ -42,10 +42,7 @@ class LayerBody:
             return scanned(layer, operands, options, again)
         run = jax.checkpoint(layer, prevent_cse=False) if again else layer
         consts, carry, xs = operands
-        found: tuple[list[Any], list[Any]] = lax.scan(
-            lambda carry, xs: run(consts, carry, xs), carry, xs, **options
-        )
-        return found
+        return lax.scan(lambda carry, xs: run(consts, carry, xs), carry, xs, **options)
 
     @property
     def out_axes(self) -> list[Axes]:

@@ -8,7 +8,7 @@ from flax import nnx
 import jaxtile
 from jaxtile import nn
 
-from .support import assert_close, conv, normal
+from .support import assert_close, assert_same, conv, normal
 
 IMAGE = normal(0, 1, 64, 64, 8)
 WEIGHTS = [normal(i, 3, 3, 8, 8) for i in range(1, 4)]
@@ -60,6 +60,7 @@ def test_it_is_the_function_that_it_wraps():
     tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(2, 2))
     assert tiled.__name__ == "loss"
     assert tiled.__wrapped__ is loss
+    assert repr(tiled).startswith("jaxtile.checkpoint(<function loss")
 
     class Model:
         weights = WEIGHTS
@@ -71,3 +72,13 @@ def test_it_is_the_function_that_it_wraps():
 
     jax.tree_util.register_static(Model)
     assert_close(Model().tiled(IMAGE), loss(WEIGHTS, IMAGE))
+
+
+def test_arrays_that_have_some_of_the_tiled_axes():
+    rows, columns = normal(5, 64, 1, 8), normal(6, 64, 8)
+
+    def fun(x, rows, columns):
+        return jnp.tanh(x * rows - columns)
+
+    axes = ((1, 2), (0, None), (None, 0))
+    assert_same(fun, IMAGE, rows, columns, in_axes=axes, tiles=(4, 2))

@@ -10,6 +10,7 @@ import tomllib
 import numpy as np
 import pytest
 
+import jaxtile
 from jaxtile.__main__ import PROGRAMS, main
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -23,6 +24,12 @@ def test_it_lists_the_programs(monkeypatch, capsys):
     own = {file.stem for file in ROOT.glob("experiments/[!_]*.py")} - {"cell", "peers"}
     assert own == set(PROGRAMS)
     assert all(f"\n  {name} " in told for name in own)
+
+
+def test_it_knows_its_version(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["jaxtile", "--version"])
+    main()
+    assert capsys.readouterr().out == f"jaxtile {jaxtile.__version__}\n"
 
 
 @pytest.mark.parametrize(

@@ -233,3 +233,112 @@ def test_random_rules_compiled():
     for _ in range(3):
         case = draw(chance, order=1)
         assert check(case, compile=True) in ("exact", "ill-conditioned"), case
+
+
+@pytest.fixture
+def newer_calls():
+    """JAX's newer `custom_vjp` and `remat`, whose calls are Python objects."""
+    flags = ("jax_custom_vjp3", "jax_remat3")
+    before = [getattr(jax.config, flag) for flag in flags]
+    for flag in flags:
+        jax.config.update(flag, True)
+    yield
+    for flag, value in zip(flags, before, strict=True):
+        jax.config.update(flag, value)
+
+
+def test_newer_calls(newer_calls):
+    rule = with_backward(lambda x, c: (2 * c * jnp.cos(x),), jnp.sin)
+    layer = jax.checkpoint(between(rule))
+    assert "call_hi_primitive" in {e.primitive.name for e in jax.make_jaxpr(layer)(W, X).eqns}
+    assert_same(layer, W, X, in_axes=AXES, tiles=(3,))
+    assert not whole(layer, W, X)
+    assert jaxtile.operations(layer, W, X).macs == jaxtile.operations(between(rule), W, X).macs > 0
+
+
+def with_tangent(tangent, fun=lambda x: x * 2):
+    """`fun` with a `custom_jvp` rule."""
+    call = jax.custom_jvp(fun)
+    call.defjvp(lambda primals, tangents: (call(*primals), tangent(*primals, *tangents)))
+    return call
+
+
+def centred(x):
+    return x - x.mean(1, keepdims=True)
+
+
+RUN_WHOLE = {
+    "a rule that mixes": (with_tangent(lambda x, t: t * jnp.sort(x, 1)), "cannot be tiled"),
+    "a rule that reduces": (with_tangent(lambda x, t: t * x.max(1)), "reduces over a tiled axis"),
+    "a rule that says where arrays lie": (
+        with_tangent(lambda x, t: jax.device_put(2 * t, jax.devices()[0])),
+        "says where the whole array is to lie",
+    ),
+    "a rule that changes at a place": (
+        with_tangent(lambda x, t: 2 * t.at[:, x.astype(int).sum() % 7].multiply(0.5)),
+        "not one block at a constant place",
+    ),
+    "a function that reduces": (with_backward(lambda x, c: (c,), centred), "it reduces over"),
+    "a function of another size": (
+        with_backward(lambda x, c: (jnp.repeat(c, 2, 1)[:, :7],), lambda x: x[:, ::2]),
+        "its results have other sizes",
+    ),
+    "a maximum": (with_backward(lambda x, c: (c * x.max(1),)), "uses a reduction"),
+    "integers": (
+        with_backward(lambda x, c: (c.astype(jnp.int32).astype(c.dtype),)),
+        "is not linear in the cotangent, or rounds it",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule, reason", RUN_WHOLE.values(), ids=RUN_WHOLE.keys())
+def test_what_runs_whole_says_why(rule, reason):
+    fun = between(rule)
+    interpreted(fun, W, X, tiles=(3,))
+    (found,) = whole(fun, W, X)
+    assert reason in found.reason
+
+
+def test_a_rule_that_exchanges_the_tiled_axes():
+    rule, schedule = with_tangent(lambda x, t: 2 * t.swapaxes(1, 2)), {"tiles": (3, 2)}
+    fun = lambda w, x: jnp.tanh(rule(conv(x, w)))  # noqa: E731
+    args, schedule["in_axes"] = (normal(4, 3, 3, 2, 2), normal(3, 1, 6, 6, 2)), (None, (1, 2))
+    interpreted(fun, *args, **schedule)
+    (found,) = whole(fun, *args, **schedule)
+    assert "has its tiled axes in other dimensions than what reads it" in found.reason
+
+
+def test_an_operand_of_a_rule_that_is_read_by_window():
+    scaled = jax.custom_jvp(lambda x, scale: x * scale)
+    scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * primals[1]))
+    fun = lambda w, x, scale: conv(scaled(conv(x, w), scale), w)  # noqa: E731
+    interpreted(fun, W, X, SCALE, tiles=(3,), in_axes=(None, (1,), None))
+    assert not whole(fun, W, X, SCALE, in_axes=(None, (1,), None))
+
+
+def test_what_a_rule_computes_whole_and_reads_by_window():
+    def weighted(x):
+        return x * jnp.cumsum(jnp.arange(7.0))[:, None]
+
+    fun = between(with_tangent(lambda x, t: 2 * weighted(t), weighted))
+    interpreted(fun, W, X, tiles=(3,))
+    assert not whole(fun, W, X)
+
+
+def test_a_tangent_that_closes_over_a_traced_array():
+    def fun(w, x):
+        inner = conv(x, w)
+        return conv(with_tangent(lambda x, t: t * inner)(inner), w)
+
+    with pytest.raises(jaxtile.TilingError, match=r"closes over an array.*pass it to the function"):
+        jaxtile.checkpoint(fun, in_axes=AXES, tiles=(3,))(W, X)
+
+
+def test_a_rule_of_a_rule_that_reduces():
+    """Once it is differentiated as it should be; a second time it is refused."""
+    inner = with_tangent(lambda x, t: t * x.max(1))
+    tiled = jaxtile.checkpoint(
+        between(with_tangent(lambda x, t: t * inner(x))), in_axes=AXES, tiles=(3,)
+    )
+    with pytest.raises(jaxtile.TilingError, match="its derivative rule reduces over a tiled axis"):
+        derivative(tiled, 2)

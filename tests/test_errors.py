@@ -48,6 +48,24 @@ def test_an_op_that_mixes_a_tiled_axis(primitive):
     assert "site-packages" not in message
 
 
+def test_a_look_up_outside_the_array():
+    refused(
+        lambda w, x: x.at[:, jnp.array([0, 20])].get(mode="fill"),
+        "`gather` along tiled dimension 1 reads outside the array",
+    )
+
+
+def test_a_look_up_by_indices_that_are_cut():
+    numbers = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+    refused(
+        lambda table, index: jax.lax.gather(table, index, numbers, (1, 1)),
+        "`gather` reads its index vectors along a tiled dimension",
+        args=(normal(0, 5, 4), jnp.array([[1, 2], [3, 0]])),
+        in_axes=(None, (1,)),
+        tiles=(2,),
+    )
+
+
 @parametrize_few(
     "primitive", ["fft", "reshape", "cumsum", "argmax", "dot_general", "sort"], always=2
 )
@@ -122,6 +140,11 @@ def test_mismatched_sizes():
         args=(IMAGE, IMAGE[:, :5]),
         in_axes=((1, 2), (1, 2)),
     )
+
+
+def test_a_call_that_the_function_does_not_take():
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2"):
+        jaxtile.checkpoint(lambda x: x, in_axes=(1, None), tiles=(2,))(IMAGE, W)
 
 
 def test_axes_per_argument_as_in_vmap():

@@ -193,6 +193,32 @@ def test_what_mixes_merged_positions_is_refused(fun, words):
         results(jaxtile.checkpoint(fun, **TILED))
 
 
+def named(w, x):
+    return checkpoint_name(conv(x, w[0]), "map")
+
+
+scaled = jax.custom_jvp(lambda x, scale: x * scale)
+scaled.defjvp(lambda xs, ts: (scaled(*xs), 2 * ts[0] * xs[1]))
+
+OTHERWISE = {
+    "another order": lambda w, x, n: named(w, x).reshape(-1) * x.swapaxes(1, 2).reshape(-1),
+    "a part": lambda w, x, n: named(w, x).reshape(2, -1, 2)[:, 3:],
+    "a place": lambda w, x, n: jnp.argmax(named(w, x).reshape(2, -1, 2), 1) * 1.0,
+    "a barrier": lambda w, x, n: lax.optimization_barrier(named(w, x).reshape(2, -1, 2)) * 2,
+    "a look-up": lambda w, x, n: named(w, x).reshape(-1, 2)[checkpoint_name(n, "map").reshape(-1)],
+    "two orders, multiplied": lambda w, x, n: jnp.einsum(
+        "npc,npd->ncd", named(w, x).reshape(2, -1, 2), x.swapaxes(1, 2).reshape(2, -1, 2)
+    ),
+    "a rule of two sizes": lambda w, x, n: scaled(named(w, x).reshape(2, -1, 2), BIAS),
+}
+
+
+@pytest.mark.parametrize("fun", OTHERWISE.values(), ids=OTHERWISE.keys())
+def test_what_is_merged_in_another_way_is_exact_if_it_is_stored(fun):
+    policy = jax.checkpoint_policies.save_only_these_names("map")
+    assert_close(results(jaxtile.checkpoint(fun, policy=policy, **TILED)), results(fun))
+
+
 @pytest.mark.parametrize("fun", [sorted_positions, attention])
 def test_the_advice_works(fun):
     policy = jax.checkpoint_policies.save_only_these_names("map")

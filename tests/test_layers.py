@@ -238,6 +238,19 @@ def test_unrolled(layer, options):
     assert not jaxtile.explain(over_layers(layer, **options), *arguments, **TILED).scans
 
 
+def test_unrolled_from_the_last_to_the_first():
+    def layer(x, w):
+        x = conv(x, w)
+        return x, x[..., 0]
+
+    def network(w, x):
+        return lax.scan(layer, conv(x, w[0]), w[1], reverse=True, unroll=True)
+
+    tiled = jaxtile.checkpoint(network, **TILED)
+    assert not tiled.explain(*ARGUMENTS).scans
+    assert_close(results(tiled, ARGUMENTS), results(network, ARGUMENTS))
+
+
 def test_kept():
     """A part that is unrolled, and a part of a layer that is rematerialised, change nothing."""
     for layer in (residual, lambda x, w: (conv(jax.checkpoint(jnp.sin)(x), w), None)):

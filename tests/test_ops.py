@@ -292,3 +292,8 @@ def test_frozen_batch_norm_keeps_its_statistics():
     trained = LAYERS["batch norm"](None)
     trained(IMAGE)
     assert_close(trained.mean[...], 0.01 * IMAGE.mean((0, 1, 2)))
+
+
+def test_dropout_needs_random_numbers():
+    with pytest.raises(ValueError, match="Dropout needs `rngs`"):
+        nn.Dropout(0.5)(IMAGE)

@@ -325,6 +325,11 @@ def test_nothing_to_plan():
         plan(lambda w, x: x)
 
 
+def test_a_budget_for_a_function_without_operations():
+    tiled = jaxtile.checkpoint(lambda w, x: x, in_axes=AXES, budget="1MiB")
+    assert (tiled(WEIGHTS, IMAGE) == IMAGE).all()
+
+
 def test_saved_and_loaded(tmp_path):
     found = planned()
     found.save(tmp_path / "plan.json")
@@ -335,9 +340,14 @@ def test_saved_and_loaded(tmp_path):
     (tmp_path / "broken.json").write_text("null")
     with pytest.raises(ValueError, match="no JSON object"):
         policies.Plan.load(tmp_path / "broken.json")
-    for name, value in (("budget", "much"), ("rest", {"grid": [0, "x"]})):
+    wrong = [
+        ("budget", "much", "must be a number"),
+        ("rest", {"grid": [0, "x"]}, "must be tiles along axes"),
+        ("version", 2, "was written by another version"),
+    ]
+    for name, value, words in wrong:
         broken = {**found.as_json(), name: value}
-        with pytest.raises(ValueError, match="must be"):
+        with pytest.raises(ValueError, match=words):
             policies.Plan.from_json(broken)
 
 

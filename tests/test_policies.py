@@ -134,6 +134,14 @@ def test_tiles_do_not_touch_what_the_policy_keeps():
         )
 
 
+def test_tiles_of_a_policy_are_shared_by_devices():
+    mesh = dict(mesh=jax.make_mesh((2, 2), ("rows", "columns")), mesh_axes=("rows", "columns"))
+    tiled = jaxtile.checkpoint(named, in_axes=AXES, policy="tiled:4x2", **mesh)
+    assert {region.grid for region in tiled.explain(WEIGHTS, IMAGE).regions} == {(2, 1)}
+    got, want = (jax.jit(jax.grad(fun))(WEIGHTS, IMAGE) for fun in (tiled, named))
+    assert_close(got, want)
+
+
 def test_a_name_that_returns_is_stored_each_time():
     def repeated(weights, x):
         for w in weights:
@@ -192,6 +200,7 @@ def test_effects_are_no_results():
         ("budget:1.2.3GB", "not an amount"),
         ("budget:1e400", "not an amount"),
         ("sqrt:", "must be written 'sqrt'"),
+        (4, "must be a string"),
     ],
 )
 def test_bad_strings(text, message):
@@ -203,6 +212,17 @@ def test_an_unknown_name_lists_the_nearest():
     tiled = jaxtile.checkpoint(named, in_axes=AXES, policy=policies.resolve("names:conv9"))
     with pytest.raises(ValueError, match="conv3"):
         tiled(WEIGHTS, IMAGE)
+
+
+def test_no_name_at_all():
+    tiled = jaxtile.checkpoint(named, in_axes=AXES, policy="offload:,")
+    with pytest.raises(ValueError, match="',' names no result"):
+        tiled(WEIGHTS, IMAGE)
+
+
+def test_a_name_is_given_once():
+    with pytest.raises(ValueError, match="there is a policy 'sqrt' already"):
+        jaxtile.policy.register("sqrt", "", "another")(lambda argument: None)
 
 
 def test_lower_sets_too_small():

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
@@ -194,3 +195,12 @@ def test_narrow_sums_accumulate_in_float32():
     by_row = jaxtile.checkpoint(lambda r, x: x * r, in_axes=((0, 1), (0, 1)), tiles=(64, 1))
     tall = jnp.ones((4096, 64), jnp.bfloat16)
     assert float(jax.grad(lambda r: by_row(r, tall).astype(jnp.float32).sum())(row)[0, 0]) == 4096
+
+
+@pytest.mark.parametrize("dtype", [jnp.int4, jnp.bool_])
+def test_extremes_of_small_types(dtype):
+    image = (IMAGE * 4).astype(dtype)
+    tiled = jaxtile.checkpoint(lambda x: (x.max((1, 2)), x.min()), in_axes=((1, 2),), tiles=(3, 2))
+    most, least = tiled(image)
+    assert (most == image.max((1, 2))).all()
+    assert least == image.min()

@@ -272,6 +272,8 @@ def test_what_a_sink_has_is_not_computed_again(normed):
     assert (sink.array[:, :4] == 0).all()
     assert source.reads == 4 + 6 * normed
     assert ticks[-1] == (6 + 6 * normed,) * 2
+    run(W, source, out=sink)  # it has all
+    assert source.reads == 4 + 2 * 6 * normed
 
 
 def test_only_windows_are_read_once_per_pass():

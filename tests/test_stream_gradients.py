@@ -1,5 +1,6 @@
 """A streamed function has the plain function's gradients, and never sees a whole array."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -80,6 +81,26 @@ def test_from_files_with_stored_values_in_files(tmp_path):
             assert len(traced) == len(set(traced))  # one program per region and direction
     assert seen == 2 * [(i + 1, len(seen) // 2) for i in range(len(seen) // 2)]
     assert_close(run(W, *files), want[0])
+
+
+def square(p, x):
+    return (checkpoint_name(conv(x, p["a"]), "one") ** 2).mean()
+
+
+def test_a_full_disk_is_an_error_that_says_for_what(tmp_path, monkeypatch):
+    def full(*place):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = jaxtile.stream(square, in_axes=(None, (1, 2)), tiles=(2, 2), policy=SAVED, store=tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        run.value_and_grad(W, normal(0, 1, 8, 6, 3))
+    assert "made room for one, 1536 bytes, in `store`" in caught.value.__notes__[0]
+
+
+def test_files_where_room_cannot_be_made_beforehand(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")
+    assert_gradients(square, W, normal(0, 1, 8, 6, 3), policy=SAVED, store=tmp_path)
 
 
 def test_results_of_reductions_and_weights_that_are_read_by_window():

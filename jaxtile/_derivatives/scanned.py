@@ -31,10 +31,7 @@ def scanned(
 ) -> tuple[Arrays, Arrays]:
     """What `lax.scan` returns. `again`: only operands are stored, and a layer runs once more before
     it is differentiated."""
-    found: tuple[Arrays, Arrays] = apply_backwards(
-        _Scanned(layer, options, again), *only_backwards(tuple(operands))
-    )
-    return found
+    return apply_backwards(_Scanned(layer, options, again), *only_backwards(tuple(operands)))
 
 
 @jax.tree_util.register_static
@@ -138,8 +135,7 @@ class _Scanned:
         if self.again:
             function, some = self._function(residuals, notes.moving, notes.sizes)
             _, residuals, _ = jax.vjp(function, *some, has_aux=True)
-        pulled: Sequence[Any] = residuals(cotangents)
-        return pulled
+        return residuals(cotangents)
 
     def _function(self, given: Arrays, moving: Sequence[bool], sizes: Any) -> tuple[Any, Arrays]:
         """A layer as a function of the operands that have cotangents, and these."""

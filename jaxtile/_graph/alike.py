@@ -7,11 +7,11 @@ their place and their weights.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import numpy as np
 
 from .._rules import Equation, find
+from .static import Static
 from .values import Graph, Value, is_constant
 
 
@@ -44,20 +44,7 @@ def _constant(value: Value) -> Hashable:
         return value if is_constant(value) else None
     if value.concrete and not value.aval.shape and hasattr(value.aval.dtype, "kind"):
         return np.asarray(value.known).tobytes()
-    return _Same(value.known)
-
-
-class _Same:
-    """An object that equals itself only."""
-
-    def __init__(self, it: Any):
-        self.it = it
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.it is other.it
-
-    def __hash__(self) -> int:
-        return id(self.it)
+    return Static(value.known)
 
 
 def graph_likeness(graph: Graph) -> Hashable:

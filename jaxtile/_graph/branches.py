@@ -32,12 +32,10 @@ def choose(
     """What the branch gives that is taken; `read`: the index, and what branches may read."""
     alike = [lambda b=b: as_varying_as(b(), read) for b in branches]
     if platforms is None:
-        found: list[Any] = lax.switch(read[0], alike)
-        return found
+        return lax.switch(read[0], alike)
     named = {p: b for ps, b in zip(platforms, alike, strict=True) for p in ps or ()}
     default = alike[-1] if platforms[-1] is None else None
-    chosen: list[Any] = lax.platform_dependent(default=default, **named)
-    return chosen
+    return lax.platform_dependent(default=default, **named)
 
 
 def mixes(node: Node) -> bool:

@@ -96,8 +96,7 @@ class Layers:
 
     @property
     def length(self) -> int:
-        found: int = self.scan.params["length"]
-        return found
+        return self.scan.params["length"]
 
     def __call__(self, *flat: jax.Array) -> list[jax.Array]:
         def layer(

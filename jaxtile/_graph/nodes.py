@@ -92,8 +92,8 @@ class Nodes:
             have is not None and have != want for have, want in zip(value.axes, axes, strict=True)
         ):
             raise Mixes(
-                f"an array {describe(value.aval, value.axes)} is used as "
-                f"{describe(value.aval, axes)}"
+                f"an array {describe(value.aval, value.axes)} has its tiled axes in other "
+                "dimensions than what reads it"
             )
         key = (value, axes)
         if key not in self._promoted:

@@ -23,7 +23,7 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -258,7 +258,8 @@ class Descent:
             seen.append(found)
             saved = excess - found.excess(room)
             if saved > 0.001 * excess:
-                best = min(best, (_price(found.seconds - here.seconds, saved), found), key=_first)
+                price = _price(found.seconds - here.seconds, saved)
+                best = (price, found) if price < best[0] else best
         return best
 
     def _look(self, assignment: Assignment) -> Found:
@@ -339,10 +340,6 @@ class Descent:
             if end is not None:
                 found[end] = KEPT
         return Assignment(tuple(found), tuple(modes))
-
-
-def _first(pair: tuple[float, Any]) -> float:
-    return pair[0]
 
 
 def _replaced(items: Sequence[T], members: Sequence[int], item: T) -> list[T]:

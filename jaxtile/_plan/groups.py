@@ -38,10 +38,16 @@ def groups(facts: Facts, span: Span) -> dict[object, list[int]]:
 
 
 def zones(facts: Facts, span: Span) -> Iterator[list[int]]:
-    """Neighbouring operations on arrays of one size. Reductions belong to what they follow."""
+    """Neighbouring operations on arrays of one size; a small one works on those before it."""
     whole = len(span.own) == len(facts.parts)
     operations = range(facts.n) if whole else range(span.own[0], span.own[-1] + 1)
-    for _, zone in itertools.groupby(operations, key=_Lengths(facts)):
+    lengths: dict[int, tuple[int, ...]] = {}
+    last: tuple[int, ...] = ()
+    for k in operations:
+        if facts.tiled[k] or facts.reduces[k]:
+            last = facts.outline.parts[k].lengths
+        lengths[k] = last
+    for _, zone in itertools.groupby(operations, lengths.__getitem__):
         yield list(zone)
 
 
@@ -55,16 +61,3 @@ def split(zone: list[int], ends: Collection[int]) -> Iterator[list[int]]:
             block = []
     if block:
         yield block
-
-
-class _Lengths:
-    """The size of the arrays that an operation works on; of a small one, that before it."""
-
-    def __init__(self, facts: Facts):
-        self.facts = facts
-        self.last: tuple[int, ...] = ()
-
-    def __call__(self, k: int) -> tuple[int, ...]:
-        if self.facts.tiled[k] or self.facts.reduces[k]:
-            self.last = self.facts.outline.parts[k].lengths
-        return self.last

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._graph.sample import Sample
+from .._run.arrays import pulled
 from ..policy import Outline
 from .costs import Costs, Timing, measured_path
 from .kernels import durations
@@ -131,23 +132,15 @@ def _zeros(x: Any, place: Any) -> jax.Array:
 
 
 def _results(sample: Sample, smaller: int) -> list[jax.ShapeDtypeStruct]:
-    found: list[jax.ShapeDtypeStruct] = jax.eval_shape(
-        sample.equation.bind, *sample.operands(smaller)
-    )
-    return found
+    return jax.eval_shape(sample.equation.bind, *sample.operands(smaller))
 
 
 def _timing(sample: Sample, smaller: int) -> Timing:
     wanted = sample.differentiated
 
     def gradients(cotangents: Any, *operands: jax.Array) -> Any:
-        def run(*some: jax.Array) -> Any:
-            given = iter(some)
-            return sample.equation.bind(
-                *(next(given) if w else x for x, w in zip(operands, wanted, strict=True))
-            )
-
-        return jax.vjp(run, *(x for x, w in zip(operands, wanted, strict=True) if w))[1](cotangents)
+        _, pull = pulled(lambda xs: sample.equation.bind(*xs), (operands,), (wanted,))
+        return pull(cotangents)
 
     operands = [_filled(x) for x in sample.operands(smaller)]
     cotangents = [_filled(x) for x in _results(sample, smaller)]

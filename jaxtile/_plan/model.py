@@ -149,8 +149,7 @@ class Model:
         again, seconds = self._again(cut) > 0, np.zeros_like(share)
         for k, (forward, backward) in self.durations.items():
             seconds[k] = (1 + again[k]) * forward.of(share[k]) + backward.of(share[k])
-        found: np.ndarray = seconds * (share > 0) * tiles
-        return found
+        return seconds * (share > 0) * tiles
 
     def _tiled(self, tables: Stretches, grids: Sequence[tuple[int, ...]]) -> None:
         if not grids:

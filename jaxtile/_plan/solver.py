@@ -112,12 +112,10 @@ def _dominated(tables: Stretches) -> np.ndarray:
 
 
 def _relax(best: np.ndarray, i: int, j: int, added: int, room: int, seconds: float) -> None:
-    first = max(0, -added)
-    last = min(room, SLOTS - max(added, 0), SLOTS)
-    if last < first:
-        return
-    target = best[j, first + added : last + added + 1]
-    np.minimum(target, best[i, first : last + 1] + seconds, out=target)
+    last = min(room, SLOTS - added)
+    if last >= 0:
+        target = best[j, added : last + added + 1]
+        np.minimum(target, best[i, : last + 1] + seconds, out=target)
 
 
 def _trace_back(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -229,26 +229,13 @@ def _cut(x: jax.Array, cut: Cut | None, scalars: Scalars) -> jax.Array:
     return x if cut is None else cut(x, scalars)
 
 
+@jax.custom_jvp
 def known(x: jax.Array, value: jax.Array) -> jax.Array:
     """`x`, of which the value is known, so that a compiler need not compute it."""
-    return cast(jax.Array, apply(_KNOWN, x, value))
+    return value
 
 
-class _Known:
-    def value(self, x: jax.Array, value: jax.Array) -> jax.Array:
-        return value
-
-    def forward(self, wanted: Any, x: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
-        return value, None
-
-    def tangents(self, residuals: None, tangents: Sequence[Any]) -> Any:
-        return tangents[0]
-
-    def backward(self, residuals: None, cotangent: jax.Array) -> tuple[jax.Array, None]:
-        return cotangent, None
-
-
-_KNOWN = _Known()
+known.defjvp(lambda primals, tangents: (primals[1], tangents[0]), symbolic_zeros=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol
 
 import jax
 
@@ -77,4 +77,4 @@ class Reduction(Protocol):
         pullback = jax.linear_transpose(
             lambda c: [*self.pullback(share, c)], self.finish(share.state)
         )
-        return cast(jax.Array, pullback(own)[0])
+        return pullback(own)[0]

@@ -185,13 +185,10 @@ def _evaluate(
     n = kept_tree.num_leaves
     residuals = jax.tree.unflatten(kept_tree, operands[:n])
     tangents = function.tangents(residuals, _filled(in_tree, wanted, operands[n:]))
-    found = out_tree.flatten_up_to(tangents)
-    zeros = iter(types)
+    found = zip(out_tree.flatten_up_to(tangents), floats, strict=True)
+    some = [x for x, is_float in found if is_float]
     return [
-        jnp.zeros(t.shape, t.dtype) if x is None else x
-        for x, f in zip(found, floats, strict=True)
-        if f
-        for t in [next(zeros)]
+        jnp.zeros(t.shape, t.dtype) if x is None else x for x, t in zip(some, types, strict=True)
     ]
 
 

@@ -16,18 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core.primitives import threefry2x32_p
 
-from .registry import (
-    Axes,
-    Equation,
-    Need,
-    Rule,
-    Step,
-    Windows,
-    register,
-    register_traits,
-    sole,
-    untiled,
-)
+from .registry import Axes, Equation, Need, Rule, Step, Windows, register, register_traits, sole
 from .shape import coordinates, local_shape
 
 register_traits("random_wrap", "random_unwrap", kind="movement")
@@ -35,8 +24,7 @@ register_traits("random_wrap", "random_unwrap", kind="movement")
 
 @register("iota", kind="movement")
 class Iota(Rule):
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        return [], [untiled(eqn.out_avals[0])]
+    """It has no operands: nobody asks for its axes, only for windows of it."""
 
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         return []

@@ -40,5 +40,4 @@ def type_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _varying(aval: Any) -> frozenset[str]:
-    found: frozenset[str] = aval.manual_axis_type.varying
-    return found
+    return aval.manual_axis_type.varying

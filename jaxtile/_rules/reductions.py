@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._errors import Mixes
 from .accumulation import Masks, Reduction, Share, State, masked
 from .registry import Axes, Equation, Rule, forbid, others, register
 
@@ -26,6 +24,15 @@ def accumulation_dtype(dtype: np.dtype) -> np.dtype:
         if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
         else np.dtype(dtype)
     )
+
+
+def extreme(dtype: np.dtype, lowest: bool) -> np.ndarray:
+    """The lowest value of a type, or the highest: what is outside an array to a maximum, say."""
+    if dtype == np.bool_:
+        return np.array(not lowest)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.array(jnp.iinfo(dtype).min if lowest else jnp.iinfo(dtype).max, dtype)
+    return np.array(-np.inf if lowest else np.inf, dtype)
 
 
 @register("reduce_sum", kind="reduction", linear="sum")
@@ -45,16 +52,13 @@ class Reduce(Rule):
         return dict(enumerate(others(eqn, eqn.params["axes"])))
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        over = _reduced(eqn)
-        if over and eqn.primitive.name not in _REDUCTIONS:
-            raise Mixes(
-                f"`{eqn.primitive.name}` over tiled dimension {over[0]} cannot be accumulated "
-                "over tiles"
-            )
+        if eqn.primitive.name not in _REDUCTIONS:
+            forbid(eqn, 0, eqn.params["axes"], "cannot be accumulated over tiles")
         return super().axes(eqn)
 
     def reduction(self, eqn: Equation) -> Reduction | None:
-        return _REDUCTIONS[eqn.primitive.name](eqn) if _reduced(eqn) else None
+        over_tiled = any(eqn.in_axes[0][d] is not None for d in eqn.params["axes"])
+        return _REDUCTIONS[eqn.primitive.name](eqn) if over_tiled else None
 
 
 @register("reduce", kind="reduction")
@@ -87,17 +91,10 @@ class Along(Rule):
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         params = eqn.params
         dim = params.get("dimension", params.get("axis", params.get("reduction_dimension", -1)))
-        if any(axes[dim] is not None for axes in eqn.in_axes):
-            raise Mixes(
-                f"`{eqn.primitive.name}` works along dimension {dim % len(eqn.in_axes[0])}, which "
-                "is tiled"
-            )
+        dim %= len(eqn.in_axes[0])
+        for i in range(len(eqn.in_axes)):
+            forbid(eqn, i, [dim], f"works along dimension {dim}")
         return super().axes(eqn)
-
-
-def _reduced(eqn: Equation) -> list[int]:
-    """The tiled dimensions that are reduced over."""
-    return [d for d in eqn.params["axes"] if eqn.in_axes[0][d] is not None]
 
 
 def _spread(x: jax.Array, eqn: Equation, shape: Sequence[int]) -> jax.Array:
@@ -136,7 +133,7 @@ class Sum(Reduction):
         def total(*operands: jax.Array) -> jax.Array:
             return self.partial(operands, share.owned)[0]
 
-        return cast(jax.Array, jax.jvp(total, tuple(share.operands), tuple(tangents))[1])
+        return jax.jvp(total, tuple(share.operands), tuple(tangents))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,16 +144,9 @@ class Extremum(Reduction):
     better: Callable[[jax.Array, jax.Array], jax.Array]
 
     @property
-    def _worst(self) -> np.ndarray | np.bool_:
+    def _worst(self) -> np.ndarray:
         """The value that every other one is better than."""
-        dtype = self.eqn.out_avals[0].dtype
-        low = self.better is jnp.greater
-        if dtype == np.bool_:
-            return np.bool_(not low)
-        info = np.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else None
-        return np.array(
-            (info.min if low else info.max) if info else (-np.inf if low else np.inf), dtype
-        )
+        return extreme(self.eqn.out_avals[0].dtype, lowest=self.better is jnp.greater)
 
     def start(self) -> State:
         shape = self.eqn.out_avals[0].shape

@@ -24,29 +24,16 @@ class Reshape(Rule):
     """
 
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        (axes,) = eqn.in_axes
-        out: list[int | None] = [None] * len(eqn.out_avals[0].shape)
-        for dim, axis in enumerate(axes):
-            if axis is not None:
-                found, _, _ = _counterpart(eqn.in_avals[0].shape, eqn.out_avals[0].shape, dim)
-                if found is not None:
-                    out[found] = axis
-        return eqn.in_axes, [tuple(out)]
+        shape, other = eqn.in_avals[0].shape, eqn.out_avals[0].shape
+        return eqn.in_axes, [_carried(eqn.in_axes[0], shape, other, [None] * len(other))]
 
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
-        operand = [
-            a if n == 1 else None
-            for a, n in zip(eqn.in_axes[0], eqn.in_avals[0].shape, strict=True)
-        ]
+        shape, other = eqn.in_avals[0].shape, eqn.out_avals[0].shape
+        single = [a if n == 1 else None for a, n in zip(eqn.in_axes[0], shape, strict=True)]
         try:
-            for dim, axis in enumerate(out_axes):
-                if axis is not None:
-                    found, _, _ = _counterpart(eqn.out_avals[0].shape, eqn.in_avals[0].shape, dim)
-                    if found is not None:
-                        operand[found] = axis
+            return [_carried(out_axes, other, shape, single)]
         except Mixes:
             return None
-        return [tuple(operand)]
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         window = sole(windows)
@@ -63,6 +50,16 @@ class Reshape(Rule):
         produced |= {d: w for d, w in window.items() if d not in produced}
         shape = local_shape(eqn.out_avals[0].shape, produced)
         return Step([Need(need)], lambda scalars, x: [lax.reshape(x, shape)], produced=[produced])
+
+
+def _carried(
+    axes: Axes, shape: Sequence[int], other: Sequence[int], others: list[int | None]
+) -> Axes:
+    """The axes of the dimensions of `other`, from those of `shape`; of some they are known."""
+    for dim, axis in enumerate(axes):
+        if axis is not None and (found := _counterpart(shape, other, dim)[0]) is not None:
+            others[found] = axis
+    return tuple(others)
 
 
 def _regrouped(window: Window, elements: int, out_elements: int) -> tuple[Window, Window]:

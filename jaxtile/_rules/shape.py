@@ -128,7 +128,7 @@ class DynamicSlice(Rule):
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         if eqn.inside and (reason := self.runs_whole(eqn)) is not None:
             raise Mixes(reason)
-        return [eqn.in_axes[0], *map(untiled, eqn.in_avals[1:])], [eqn.in_axes[0]]
+        return super().axes(eqn)
 
     def runs_whole(self, eqn: Equation) -> str | None:
         for d, axis in enumerate(eqn.in_axes[0]):
@@ -256,9 +256,6 @@ class Repeat(Rule):
 @register("pad", kind="movement", linear="sum")
 class Pad(Rule):
     """Padding before, after (both may be negative: a crop) and between elements."""
-
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        return [eqn.in_axes[0], ()], [eqn.in_axes[0]]
 
     def promote(self, eqn: Equation, out_axes: Axes) -> Sequence[Axes] | None:
         return [out_axes, ()]

@@ -228,5 +228,4 @@ class Scatter(_Update):
 
 
 def _shape(eqn: Equation) -> tuple[int, ...]:
-    shape: tuple[int, ...] = eqn.in_avals[0].shape
-    return shape
+    return eqn.in_avals[0].shape

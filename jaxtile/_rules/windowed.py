@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._errors import Mixes
 from .._geometry import Stencil, Window
 from .convolve import convolve
 from .max_pool import pool
+from .reductions import extreme
 from .registry import Axes, Equation, Need, Rule, Step, Windows, forbid, merge, register, sole
 
 
@@ -129,26 +129,13 @@ def _groups(eqn: Equation, window: Window) -> tuple[Window, Window, int]:
     return window.moved(first * read, count * read), window.moved(first * made, count * made), count
 
 
-def _identity(name: str, dtype: np.dtype) -> Any:
-    """What a pool reads outside the array: the value that changes nothing."""
-    if name == "reduce_window_sum":
-        return 0
-    if dtype == np.bool_:
-        return name == "reduce_window_min"
-    if np.issubdtype(dtype, np.integer):
-        return np.iinfo(dtype).min if name == "reduce_window_max" else np.iinfo(dtype).max
-    return -np.inf if name == "reduce_window_max" else np.inf
-
-
 class _Pool(Rule):
     """Every dimension of a pool slides, most of them with a window of one position."""
 
     def fill(self, eqn: Equation) -> Any:
-        return _identity(eqn.primitive.name, eqn.in_avals[0].dtype)
-
-    def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
-        axes: Axes = eqn.in_axes[0]
-        return [axes, *eqn.in_axes[1:]], [axes]
+        """What it reads outside the array: the value that changes nothing."""
+        name, dtype = eqn.primitive.name, eqn.in_avals[0].dtype
+        return 0 if name == "reduce_window_sum" else extreme(dtype, name == "reduce_window_max")
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:
         params, padding = eqn.params, list(eqn.params["padding"])

@@ -35,7 +35,8 @@ def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
         env = {v: devices.split(x, v.axes) for v, x in env.items()}
     runner = _Runner(schedule.stored, devices, hosted)
     runner.run(schedule.steps, env, {})
-    return [_as_array(runner.whole(env, v)) for v in schedule.graph.outputs]
+    # A constant of the traced function may be a Python number.
+    return [jax.numpy.asarray(runner.whole(env, v)) for v in schedule.graph.outputs]
 
 
 def _only_by_window(schedule: Schedule) -> set[Value]:
@@ -132,8 +133,3 @@ class _Runner:
     ) -> list[jax.Array]:
         self.run(group.steps, env, statistics)
         return [env[v] for v in group.results]
-
-
-def _as_array(x: Any) -> jax.Array:
-    """A constant of the traced function may be a Python number."""
-    return x if isinstance(x, jax.Array) else jax.numpy.asarray(x)

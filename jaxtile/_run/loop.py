@@ -192,8 +192,7 @@ class Loop:
         work = Work(
             read, compute, put, lambda found: tile.blank(found[0]), lambda found: zero(found[1])
         )
-        sums: Sums = self._scan(work, carry, (rows, remembered))[0]
-        return sums
+        return self._scan(work, carry, (rows, remembered))[0]
 
     def _shared(self, given: Given) -> dict[int, int]:
         """Inputs whose cotangents take the place of a target's, and that target."""

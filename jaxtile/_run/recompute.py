@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from .._errors import TilingError
+from .._graph.static import Static
 from .._regions.region import Group, Region
 from .._rules.derivative import apply, apply_backwards, only_backwards
 from .._rules.manual import as_varying_as
@@ -92,14 +93,10 @@ def run(
     itself has none. An argument in host memory has no cotangents, and None in its place.
     """
     given = list(inputs), list(globals_), list(hosted)
-    forgets = jax.__version_info__ < (0, 12) and body.region.has_rules
     given = as_varying_as(given, jax.tree.leaves(given))
-    found: tuple[list[Array], list[Array]]
-    if forgets:
-        found = apply_backwards(_Run(body), *only_backwards(given))
-    else:
-        found = apply(_Run(body), *given)
-    return found
+    if jax.__version_info__ < (0, 12) and body.region.has_rules:  # JAX would forget these
+        return apply_backwards(_Run(body), *only_backwards(given))
+    return apply(_Run(body), *given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +121,7 @@ class _Run:
             None if passing or h is not None else x
             for x, h, passing in zip(inputs, hosted, self.body.region.passing, strict=True)
         ]
-        residuals = on_device, hosted, globals_, kept, _Static.of(wanted[:2])
+        residuals = on_device, hosted, globals_, kept, Static(tuple(map(tuple, wanted[:2])))
         return (results, self._returned(inputs)), residuals
 
     def tangents(self, residuals: Any, tangents: Any) -> tuple[Cotangents, Cotangents]:
@@ -136,16 +133,14 @@ class _Run:
     def backward(
         self, residuals: Any, given: tuple[Cotangents, Cotangents]
     ) -> tuple[Cotangents, Cotangents, list[None]]:
-        on_device, hosted, globals_, kept, static = residuals
-        cotangents, begun = given
-        begun = [c if w else None for c, w in zip(begun, static.wanted[0], strict=True)]
+        (on_device, hosted, globals_, kept, known), (cotangents, begun) = residuals, given
+        wanted: Wanted = known.value
+        begun = [c if w else None for c, w in zip(begun, wanted[0], strict=True)]
         there = (lambda h: h) if self._loops() else (lambda h: fetch(h, cotangents))
         inputs = [x if h is None else there(h) for x, h in zip(on_device, hosted, strict=True)]
         of_inputs, of_globals = self.body.backward(
             Saved(inputs, globals_, kept),
-            Given(
-                cotangents, static.wanted, begun, [x is not None and on_host(x) for x in on_device]
-            ),
+            Given(cotangents, wanted, begun, [x is not None and on_host(x) for x in on_device]),
         )
         return of_inputs, of_globals, [None for _ in hosted]
 
@@ -161,15 +156,3 @@ class _Run:
         """Does the backward pass read windows of its inputs, wherever these are?"""
         region = self.body.region
         return isinstance(region, Region) and region.tiles > 1 and region.devices is None
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A residual that is known while tracing."""
-
-    wanted: tuple[tuple[bool, ...], tuple[bool, ...]]
-
-    @classmethod
-    def of(cls, wanted: Wanted) -> _Static:
-        return cls((tuple(wanted[0]), tuple(wanted[1])))

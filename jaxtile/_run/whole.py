@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -30,12 +30,8 @@ from .recompute import RECOMPUTED, Given, Saved
 Statistics = Mapping[Value, Array]
 """Results of reductions that are known from the first time."""
 _NONE: Statistics = MappingProxyType({})
-
-
-class Compute(Protocol):
-    """Extends a mapping from values to arrays by all that is computed, and returns the results."""
-
-    def __call__(self, env: dict[Value, Any], statistics: Statistics) -> list[Array]: ...
+Compute = Callable[[dict[Value, Any], Statistics], list[Array]]
+"""Extends a mapping from values to arrays by all that is computed, and returns the results."""
 
 
 class Whole:

@@ -99,5 +99,4 @@ class Globals:
         self, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
     ) -> list[jax.Array]:
         results, pull = pulled(self._evaluate, (arrays,), (self.wanted,))
-        found: list[jax.Array] = pull(list(map(cotangent_of, results, cotangents)))[0]
-        return found
+        return pull(list(map(cotangent_of, results, cotangents)))[0]

@@ -30,7 +30,7 @@ from .ends import Sink, Source, Store, all_of
 from .held import Active, Globals, Held
 from .passes import Kept, Pass
 
-Progress = Callable[[int, int], Any]
+Progress = Callable[[int, int], Any] | None
 Folder = str | os.PathLike[str] | None
 
 
@@ -100,7 +100,8 @@ class Program:
                     step.backward(held, cotangents, known, store, tick)
                 held.drop(step.region.results)
                 cotangents.drop(step.region.results)
-        found = [(cotangents.arrays.get(v), v.aval) for v in map(self._argument, self.wanted)]
+        wanted = [self.graph.inputs[i] for i in self.wanted]
+        found = [(cotangents.arrays.get(v), v.aval) for v in wanted]
         return outputs, [
             jnp.zeros(a.shape, a.dtype) if c is None else c.astype(a.dtype) for c, a in found
         ]
@@ -155,10 +156,7 @@ class Program:
         done = itertools.count(1)
         for each in self.passes:
             each.skipped = 0
-        return lambda: progress(next(done), total)
-
-    def _argument(self, index: int) -> Value:
-        return self.graph.inputs[index]
+        return lambda: progress and progress(next(done), total)
 
     def _arguments(self, leaves: Sequence[Any]) -> Held:
         held = Held()
@@ -209,22 +207,15 @@ class Program:
         return sinks
 
 
-class _Room:
+class _Room(contextlib.ExitStack):
     """Where stores are made, and closed at the end, whatever happens."""
 
     def __init__(self, folder: Folder):
-        self.folder, self.open = folder, contextlib.ExitStack()
-
-    def __enter__(self) -> _Room:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.open.close()
+        super().__init__()
+        self.folder = folder
 
     def store(self, value: Value, dtype: Any) -> Store:
-        store = Store(value, dtype, self.folder)
-        self.open.callback(store.close)
-        return store
+        return self.enter_context(contextlib.closing(Store(value, dtype, self.folder)))
 
 
 def _schedule(

@@ -138,12 +138,12 @@ class Streamed:
         return 0 if self._last is None else self._last.skipped
 
     def __call__(
-        self, *args: Any, out: Any = None, progress: Progress | None = None, **kwargs: Any
+        self, *args: Any, out: Any = None, progress: Progress = None, **kwargs: Any
     ) -> Any:
         args, kwargs = only_arrays(self._fun, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         program = self._program(leaves, tree)
-        results = program.run(leaves, out, self._store, progress or _silent)
+        results = program.run(leaves, out, self._store, progress)
         return jax.tree.unflatten(program.traced.out_tree, results)
 
     def value_and_grad(
@@ -151,7 +151,7 @@ class Streamed:
         *args: Any,
         argnums: int | Sequence[int] = 0,
         has_aux: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = None,
         **kwargs: Any,
     ) -> tuple[Any, Any]:
         """The function's value, and its gradients with respect to arguments that are not streamed.
@@ -171,7 +171,7 @@ class Streamed:
         where = [_flat(args, i % len(args)) for i in numbers]
         wanted = tuple(dict.fromkeys(i for each in where for i in each))
         program = self._program(leaves, tree, wanted, has_aux)
-        results, grads = program.value_and_grad(leaves, self._store, progress or _silent)
+        results, grads = program.value_and_grad(leaves, self._store, progress)
         found = dict(zip(wanted, grads, strict=True))
         trees = [
             shown(jax.tree.unflatten(jax.tree.structure(args[n]), [found[i] for i in each]))
@@ -194,10 +194,6 @@ class Streamed:
             self._programs[key] = program
         self._last = self._programs[key]
         return self._last
-
-
-def _silent(done: int, total: int) -> None:
-    pass
 
 
 def _flat(args: Sequence[Any], number: int) -> list[int]:

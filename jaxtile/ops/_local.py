@@ -41,13 +41,10 @@ def local_conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
     if rank == 1:
         return _row(x, kernel)
     rows = out[0]
-    products = (
+    products = [
         _row(lax.slice_in_dim(x, i, i + rows, axis=1), kernel[:, :, i]) for i in range(size[0])
-    )
-    total = next(products)
-    for product in products:
-        total = total + product
-    return total
+    ]
+    return sum(products[1:], products[0])
 
 
 def _row(x: jax.Array, kernel: jax.Array) -> jax.Array:
