@@ -3,8 +3,8 @@
     python -m experiments.train --config=configs/local_cnn.py --workdir=runs/local_cnn
 
 Expect, on an H200: a step in 5.07 GiB where plain JAX takes 5.24: its 152 million weights, their
-gradients and Adam are most of it; 0.068 s a step, all of it in a minute and a half; accuracy 0.97
-(jax 0.11.2).
+gradients and Adam are most of it; 0.045 s a step, with 2.2 % of it waiting for data; the first one
+after 21 s, and all of it in 81 s; accuracy 0.98 (jax 0.11.2).
 """
 
 from experiments.program.config import base
