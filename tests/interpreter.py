@@ -54,6 +54,9 @@ def _equation(eqn: Any, operands: list[Any]) -> list[Any]:
             return _run(params["branches"][branch], operands[1:])
         case "optimization_barrier":
             return operands
+        case "split":
+            ends = np.cumsum(params["sizes"])[:-1]
+            return np.split(operands[0], ends, params["axis"])
         case "platform_index":
             names = [[] if p is None else p for p in params["platforms"]]
             at = next((i for i, p in enumerate(names) if "cpu" in p), len(names) - 1)
@@ -109,6 +112,11 @@ def _broadcast(x, params):
     for d, n in zip(params["broadcast_dimensions"], np.shape(x), strict=True):
         shape[d] = n
     return np.broadcast_to(np.reshape(x, shape), params["shape"])
+
+
+def _converted(x, dtype):
+    real = np.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    return (x.real if real else x).astype(dtype)
 
 
 def _pad(x, value, params):
@@ -212,6 +220,9 @@ _NUMPY: dict[str, Callable[..., Any]] = {
         "copy_p": np.array,
         "name": lambda x: x,
         "is_finite": np.isfinite,
+        "floor": np.floor,
+        "log1p": np.log1p,
+        "one_minus_square": lambda x: (1 - x) * (1 + x),
     }.items()
 } | {
     name: _binary(fun)
@@ -245,7 +256,7 @@ _NUMPY |= {
     "transpose": lambda x, params: np.transpose(x, params["permutation"]),
     "reduce_sum": lambda x, params: np.sum(x, tuple(params["axes"])),
     "reduce_max": lambda x, params: np.max(x, tuple(params["axes"])),
-    "convert_element_type": lambda x, params: np.asarray(x).astype(params["new_dtype"]),
+    "convert_element_type": lambda x, params: _converted(np.asarray(x), params["new_dtype"]),
     "integer_pow": lambda x, params: np.power(x, params["y"]),
     "select_n": lambda which, *cases, params: (
         np.where(which, cases[1], cases[0]) if which.dtype == bool else np.choose(which, cases)

@@ -10,6 +10,8 @@ from jax import lax
 
 import jaxtile
 
+from .interpreter import interpret
+
 TOLERANCE = 1e-12
 """Largest difference allowed, relative to the largest element of the plain result."""
 
@@ -56,6 +58,11 @@ def scalar(outputs) -> jax.Array:
 
 def results(fun, args, *, jit: bool = True):
     """Gradients of a scalar of the outputs with respect to all float arguments, and the outputs."""
+    run, leaves = _derivatives(fun, args)
+    return (jax.jit(run) if jit else run)(leaves)
+
+
+def _derivatives(fun, args):
     flat, tree = jax.tree.flatten(args)
     wanted = [i for i, x in enumerate(flat) if jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)]
 
@@ -66,20 +73,20 @@ def results(fun, args, *, jit: bool = True):
         out = fun(*jax.tree.unflatten(tree, full))
         return scalar(out), out
 
-    run = jax.grad(loss, has_aux=True)
-    return (jax.jit(run) if jit else run)([flat[i] for i in wanted])
+    return jax.grad(loss, has_aux=True), [flat[i] for i in wanted]
 
 
 _PLAIN: dict[tuple[int, ...], tuple] = {}
 
 
 def plain_results(fun, args):
-    """The same of the plain function; what was asked for lately is not compiled again."""
+    """The same of the plain function, by NumPy, which compiles nothing; the latest are kept."""
     key = (id(fun), *map(id, jax.tree.leaves(args)))
     if key not in _PLAIN:
         if len(_PLAIN) == 16:
             del _PLAIN[next(iter(_PLAIN))]
-        _PLAIN[key] = fun, args, results(fun, args)  # while these live, so do their numbers
+        run, leaves = _derivatives(fun, args)
+        _PLAIN[key] = fun, args, interpret(run, leaves)  # while these live, so do their numbers
     return _PLAIN[key][2]
 
 
@@ -112,9 +119,9 @@ def _largest(x) -> float:
 def assert_same(fun, *args, in_axes, tolerance: float = TOLERANCE, **schedule) -> None:
     """The tiled function has the plain function's outputs and gradients.
 
-    The plain function is run under `jit` for speed. Where the two differ, what counts is the plain
-    function run op by op: XLA may round one value differently in two places of a program, and JAX's
-    gradient of a maximum looks for the elements that *equal* it, so under `jit` it can miss them.
+    The plain function is run by NumPy for speed. Where the two differ, what counts is the plain
+    function run by JAX, op by op and not under `jit`: XLA may round one value differently in two
+    places of a program, and JAX's gradient of a maximum looks for the elements that *equal* it.
     """
     tiled = jaxtile.checkpoint(fun, in_axes=in_axes, **schedule)
     got = results(tiled, args)

@@ -1,8 +1,6 @@
 """The configs that are shipped, and the rules for fields."""
 
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from experiments.program.config import ConfigError, base, check, differences, fi
 from experiments.training.learner import Learner
 from experiments.training.step import Step, make_optimiser
 
+from .programs import python
 from .support import parametrize_few
 
 FILES = sorted(pathlib.Path(__file__).parent.parent.glob("configs/[!_s]*.py"))
@@ -78,12 +77,7 @@ start(lambda argv: print(dict(sorted(config_flag().value.model.items())), argv[1
     ],
 )
 def test_options_of_a_model_that_its_config_does_not_list(flags, printed):
-    found = subprocess.run(
-        [sys.executable, "-c", PRINT, "--config=configs/quickstart.py", *flags.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = python("-c", PRINT, "--config=configs/quickstart.py", *flags.split())
     assert printed in found.stdout + found.stderr
     assert (found.returncode == 0) == ("error" not in found.stderr)
 

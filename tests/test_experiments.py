@@ -1,28 +1,17 @@
 """The programs run as a user runs them, on small sizes."""
 
 import os
-import pathlib
 import subprocess
-import sys
 
 import pytest
 
 import policies
 
-ROOT = pathlib.Path(__file__).parent.parent
+from .programs import python
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return python("-m", *arguments, env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"})
 
 
 @pytest.mark.slow

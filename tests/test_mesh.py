@@ -19,7 +19,16 @@ import policies
 
 from .meshes import AXES, WEIGHTS, devices, on, sharded
 from .random_networks import networks
-from .support import assert_close, assert_same, conv, max_pool, normal, parametrize_few, results
+from .support import (
+    assert_close,
+    assert_same,
+    conv,
+    max_pool,
+    normal,
+    parametrize_few,
+    plain_results,
+    results,
+)
 from .test_models import NAMES, labels, make, saves_convolutions
 from .test_random_networks import _SETTINGS
 
@@ -46,7 +55,7 @@ def check(fun, arguments, shape, **schedule) -> None:
 
 @functools.cache
 def plain(fun, size):
-    return results(fun, inputs(fun, size))
+    return plain_results(fun, inputs(fun, size))
 
 
 def inputs(fun, size):
@@ -153,7 +162,7 @@ def model(name: str):
     if target is not None:
         args.append(labels(*target, classes=5 if len(target) == 1 else 3))
         axes.append(None if len(target) == 1 else (1, 2))
-    return loss, args, tuple(axes), policy, results(loss, args)
+    return loss, args, tuple(axes), policy, plain_results(loss, args)
 
 
 def check_model(name: str, shape, tiles) -> None:

@@ -401,30 +401,31 @@ def test_nearest_sizes_are_right():
 
 
 def test_vgg16_with_a_pooled_classifier():
-    model = models.VGG16(3, pooled=True, width=2, rngs=nnx.Rngs(0))
-    image = jax.random.normal(jax.random.key(0), (2, 64, 96, 3))
-    features = image
-    for block in range(1, 6):
-        features = model.block(features, block)
-    fc = model.classifier.fc
-    expected = features.mean((1, 2)) @ fc.kernel[...] + fc.bias[...]
-    np.testing.assert_allclose(model(image), expected, rtol=1e-5)
+    @nnx.jit
+    def both(model, image):
+        features = image
+        for block in range(1, 6):
+            features = model.block(features, block)
+        fc = model.classifier.fc
+        return model(image), features.mean((1, 2)) @ fc.kernel[...] + fc.bias[...]
+
+    found, expected = both(drawn("vgg16", 3, pooled=True, width=2), normal(0, 2, 64, 96, 3))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def with_a_score_for_each_pixel():
-    options = {"dense": True, "width": 2, "param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}
-    return models.VGG16(3, **options), normal(0, 1, 64, 96, 3)
+    return drawn("vgg16", 3, dense=True, width=2), normal(0, 1, 64, 96, 3)
 
 
 def test_vgg16_with_a_score_for_each_pixel():
     """Each score stands for 32 x 32 pixels."""
     model, image = with_a_score_for_each_pixel()
-    scores = np.asarray(model(image))
+    scores = np.asarray(nnx.jit(lambda model, image: model(image))(model, image))
     coarse = scores[:, ::32, ::32]
     np.testing.assert_array_equal(scores, coarse.repeat(32, 1).repeat(32, 2))
     assert np.ptp(coarse) > 0
     with pytest.raises(ValueError, match="64, 80"):
-        model(image[:, :, :80])
+        output(model, (1, 64, 80, 3))
     with pytest.raises(ValueError, match="`dense` wants `num_classes`"):
         models.VGG16(dense=True, rngs=nnx.Rngs(0))
 

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
 import sys
 import textwrap
 import types
@@ -27,6 +26,7 @@ from experiments.training.step import Step, batch_shapes, make_optimiser
 from experiments.training.trained import load_trained
 
 from . import FLAGS
+from .programs import python
 from .support import assert_close
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -241,10 +241,7 @@ def run(program, *arguments, path):
         "XLA_FLAGS": FLAGS,
         "PYTHONPATH": f"{path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
-    command = [sys.executable, "-m", f"experiments.{program}", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = python("-m", f"experiments.{program}", *arguments, env=environment)
     return done.returncode, done.stdout + done.stderr
 
 

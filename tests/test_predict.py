@@ -25,6 +25,7 @@ from experiments.program.config import base
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.learner import Learner
 
+from .programs import python
 from .support import conv, normal
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -209,14 +210,8 @@ def test_the_program(tmp_path):
     image_file(tmp_path / "image.tif", 20, 20)
 
     given = {"workdir": "run", "image": "image.tif", "out": "mask.npy"}
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.predict"]
-        + [f"--{name}={tmp_path / file}" for name, file in given.items()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    flags = [f"--{name}={tmp_path / file}" for name, file in given.items()]
+    done = python("-m", "experiments.predict", *flags)
     assert done.returncode == 0, done.stderr[-2000:]
     assert np.load(tmp_path / "mask.npy").shape == (20, 20, 1)
 

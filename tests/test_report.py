@@ -2,8 +2,6 @@
 
 import json
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +13,7 @@ from experiments.measuring.results import Result, append, read
 from experiments.report import conclusions, pareto, write
 
 from .browser import needs_browser, opened
+from .programs import python
 
 ROOT = pathlib.Path(__file__).parent.parent
 PLAN_ARGUMENTS = (jnp.ones((8, 8, 3, 3), jnp.float32), jnp.ones((1, 8, 64, 64), jnp.float32))
@@ -125,8 +124,7 @@ def test_pareto():
 
 
 def test_a_folder_without_results(tmp_path):
-    command = [sys.executable, "-m", "experiments.report", f"--workdir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-m", "experiments.report", f"--workdir={tmp_path}")
     assert done.returncode == 1
     assert "run experiments.sweep first" in done.stderr
 
@@ -149,8 +147,7 @@ def test_foreign_lines_and_names_that_are_code(tmp_path):
         append(tmp_path / "results.jsonl", result)
     with open(tmp_path / "results.jsonl", "ab") as file:
         file.write(b"a note\n\xff\n{}\n")
-    command = [sys.executable, "-m", "experiments.report", f"--workdir={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-m", "experiments.report", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: not a result, left out: results.jsonl, line") == 3
     assert "warning: the plan of unet,572,sqrt,,float32,0 cannot be shown" in done.stdout

@@ -18,6 +18,7 @@ from experiments.program.config import ConfigError, load, sweep
 from experiments.sweep import cells, selected
 
 from . import FLAGS
+from .programs import python
 from .support import parametrize_few
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -32,14 +33,21 @@ def get_config():
 """
 
 
-def launch(folder: pathlib.Path, *more: str, **variables: str) -> subprocess.Popen:
+def command(folder: pathlib.Path, *more: str) -> list[str]:
     (folder / "config.py").write_text(CONFIG)
-    command = [sys.executable, "-m", "experiments.sweep", f"--config={folder}/config.py"]
-    environment = {**os.environ, "XLA_FLAGS": FLAGS, **variables}
+    places = [f"--config={folder}/config.py", f"--workdir={folder}/sweep"]
+    return ["-m", "experiments.sweep", *places, *more]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "XLA_FLAGS": FLAGS, **variables}
+
+
+def launch(folder: pathlib.Path, *more: str, **variables: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [*command, f"--workdir={folder}/sweep", *more],
+        [sys.executable, *command(folder, *more)],
         cwd=ROOT,
-        env=environment,
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -47,9 +55,8 @@ def launch(folder: pathlib.Path, *more: str, **variables: str) -> subprocess.Pop
 
 
 def run(folder: pathlib.Path, *more: str, **variables: str) -> tuple[int, str]:
-    process = launch(folder, *more, **variables)
-    text, _ = process.communicate(timeout=1800)
-    return process.returncode, text
+    done = python(*command(folder, *more), env=environment(**variables), together=True)
+    return done.returncode, done.stdout
 
 
 def child_of(process: subprocess.Popen) -> int:

@@ -35,6 +35,7 @@ from experiments.training.workdir import Workdir
 
 from . import FLAGS
 from .browser import needs_browser, opened
+from .programs import python
 from .support import parametrize_few
 from .tiny_config import get_config
 
@@ -47,6 +48,11 @@ def command(workdir: pathlib.Path, *more: str) -> list[str]:
     return [*start, f"--workdir={workdir}", *more]
 
 
+def environment(optimised: bool = False) -> dict[str, str]:
+    flags = "" if optimised else FLAGS
+    return {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "XLA_FLAGS": flags}
+
+
 def launch(
     workdir: pathlib.Path,
     *more: str,
@@ -54,16 +60,11 @@ def launch(
     optimised: bool = False,
     options: dict | None = None,
 ) -> subprocess.Popen:
-    environment = {
-        **os.environ,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "XLA_FLAGS": "" if optimised else FLAGS,
-    }
     limit = ["bash", "-c", f'ulimit -v {memory // 1024}; exec "$@"', "bash"] if memory else []
     return subprocess.Popen(
         [*limit, *command(workdir, *more)],
         cwd=ROOT,
-        env=environment,
+        env=environment(optimised),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -72,6 +73,9 @@ def launch(
 
 
 def run(workdir: pathlib.Path, *more: str, **options) -> tuple[int, str]:
+    if not options:
+        done = python(*command(workdir, *more)[1:], env=environment(), together=True)
+        return done.returncode, done.stdout
     process = launch(workdir, *more, **options)
     text, _ = process.communicate(timeout=300)
     return process.returncode, text
@@ -103,8 +107,9 @@ def final(workdir: pathlib.Path):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> pathlib.Path:
     workdir = tmp_path_factory.mktemp("run")
-    code, text = run(workdir)
-    assert code == 0, text
+    process = launch(workdir)
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, text
     (workdir / "printed.txt").write_text(text)
     return workdir
 
