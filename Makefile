@@ -16,8 +16,8 @@ demo: $(DEMO)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -n 2 --dist loadfile; tests=$$?; \
+	wait $$types && exit $$tests
 
 test-all: $(STAMP)
 	$(PIP) --quiet --editable '.[dev,torch,zoo]'
