@@ -307,8 +307,9 @@ def surrogates(scan, remat=plain):
     return lambda w, x: scan(layer, conv(x, w[0]), w[1][:2])[0]
 
 
-@parametrize_few("tiles", [(3, 2), "whole", None])
-@parametrize_few("remat", [plain, jax.checkpoint])
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [(3, 2), "whole", None])
+@pytest.mark.parametrize("remat", [plain, jax.checkpoint])
 def test_second_derivatives_of_rules_in_layers(remat, tiles):
     """Reverse over reverse, and forward over reverse."""
 

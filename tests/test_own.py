@@ -27,7 +27,7 @@ from experiments.training.trained import load_trained
 
 from . import FLAGS
 from .programs import python
-from .support import assert_close
+from .support import assert_close, parametrize_few
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -179,7 +179,7 @@ def config_for(net="nnx", label="mask", **options):
     return config
 
 
-@pytest.mark.parametrize("net", NETS)
+@parametrize_few("net", NETS)
 def test_a_step_of_any_model_is_exact_in_tiles(package, net):
     """Loss, new state and gradients, dropout and batch statistics included."""
     learner = Learner(config_for(net))

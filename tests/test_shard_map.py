@@ -180,6 +180,7 @@ def test_closures_inside_shard_map():
     assert_close(tiled, plain)
 
 
+@pytest.mark.slow
 def test_vmap_and_second_derivatives_inside_shard_map():
     def small(w, x):
         return conv(jnp.tanh(conv(x, w[0])), w[1])
