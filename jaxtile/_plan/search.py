@@ -42,7 +42,8 @@ from .spans import Spans
 from .stage import Candidate
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
-_CANDIDATES = 6  # schedules that are compiled
+_CANDIDATES = 6  # schedules that are compiled, once one fits
+_MORE_CANDIDATES = 12  # as long as none does
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
 _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
@@ -116,7 +117,7 @@ class Search:
 
     def run(self) -> Plan:
         while True:
-            while len(self.trials) < _CANDIDATES and (candidate := self._next()) is not None:
+            while not self._tried_enough() and (candidate := self._next()) is not None:
                 self._try(candidate)
             while self._best() is None and (left := self._last_resorts() - self.trials.keys()):
                 self._try(min(left, key=lambda c: c.peak))
@@ -178,6 +179,10 @@ class Search:
         which can be smaller than every schedule that recomputes.
         """
         return {self.smallest(), solved(self.model, self.tables, self.plain)}
+
+    def _tried_enough(self) -> bool:
+        most = _MORE_CANDIDATES if self._best() is None else _CANDIDATES
+        return len(self.trials) >= most
 
     def _best(self) -> Candidate | None:
         """The fastest schedule that was found to fit."""
