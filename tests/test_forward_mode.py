@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtile
 
 from .meshes import devices, on
-from .support import assert_close, conv, max_pool, normal, parametrize_few, scalar
+from .support import assert_close, conv, max_pool, normal, parametrize_few, scalar, words
 
 WEIGHTS = [normal(i, 3, 3, 2, 2) for i in range(2)]
 IMAGE = normal(9, 2, 9, 7, 2)
@@ -115,7 +115,7 @@ def test_a_function_with_a_rule():
         },
     ],
     always=5,
-    ids=str,
+    ids=words,
 )
 @parametrize_few("jit", [True, False])
 def test_schedules(options, jit):

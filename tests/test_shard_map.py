@@ -15,7 +15,7 @@ import jaxtile
 from jaxtile import nn
 
 from .meshes import devices
-from .support import assert_close, conv, max_pool, normal, parametrize_few, scalar
+from .support import assert_close, conv, max_pool, normal, parametrize_few, scalar, words
 
 WEIGHTS = [normal(i, 3, 3, 2, 2) for i in range(2)]
 IMAGES = normal(9, 4, 9, 7, 2)
@@ -130,7 +130,7 @@ def test_inside_shard_map(name):
         {"policy": "passing:2x2"},
     ],
     always=2,
-    ids=str,
+    ids=words,
 )
 def test_schedules_inside_shard_map(options):
     tiled = jaxtile.checkpoint(network, **(TILED | options))
