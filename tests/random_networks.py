@@ -284,7 +284,7 @@ def networks(draw) -> Network:
     # A grid must not be finer than the smallest stored value; a reduction's operand counts as one.
     maps = [network.shape, *(u.shape for u in uses if len(u.shape) == 4 and min(u.shape[1:3]) > 1)]
     limit = [min(s[d] for s in maps) for d in (1, 2)]
-    grids = st.tuples(*(st.integers(1, min(6, n)) for n in limit))
+    grids = st.tuples(*(st.integers(1, min(8, n)) for n in limit))
     tiles = draw(grids)
     stored = sorted({u.name for u in uses if u.name.startswith("layer")})
     if stored and draw(st.booleans()):
@@ -310,7 +310,7 @@ class RandomPolicy:
         share = chance.random()
 
         def choice(lengths) -> jaxtile.policy.Choice:
-            grid = tuple(chance.randint(1, max(1, min(5, n))) for n in lengths)
+            grid = tuple(chance.randint(1, max(1, min(7, n))) for n in lengths)
             fewer = tuple(chance.randint(1, n) for n in grid)
             spec, place = chance.choice([None, "whole", grid, grid]), "device"
             for other, often in (("host", 0.2), ("passing", 0.4), ("restored", 0.3)):

@@ -133,3 +133,37 @@ def test_the_operand_does_not_wait_for_the_backward_pass():
     names = ("pre", "post", "pre:2", "post:2")
     assert held(jax.nn.relu) == dict.fromkeys(names, True) | {"pre": False, "pre:2": False}
     assert held(straight_through) == dict.fromkeys(names, True)
+
+
+def named_outputs(kernels, x):
+    for k, kernel in enumerate(kernels):
+        x = checkpoint_name(jax.nn.relu(conv(x, kernel) + 0.1), f"layer{k}")
+    return jnp.sum(conv(x, kernels[0]) ** 3)
+
+
+def in_one_piece(*stored):
+    policy = jax.checkpoint_policies.save_only_these_names(*stored)
+    return {"in_axes": AXES, "tiles": "whole", "policy": policy}
+
+
+def test_a_stored_result_is_not_computed_again_for_its_derivative():
+    given = arguments()
+
+    def flops(fun):
+        return jax.jit(jax.grad(fun)).lower(*given).compile().cost_analysis()["flops"]
+
+    def storing(*names):
+        return flops(jaxtile.checkpoint(named_outputs, **in_one_piece(*names)))
+
+    convolution = 2 * 3 * 3 * 2 * 2 * 9 * 7  # of one layer; a little less, because of the border
+    assert storing("layer0", "layer1") - flops(named_outputs) < 0.6 * convolution
+    assert storing("layer1") - storing("layer0", "layer1") > 0.6 * convolution
+
+
+@pytest.mark.parametrize("stored", [("layer0",), ("layer0", "layer1")])
+def test_derivatives_where_results_are_known(stored):
+    given, options = arguments(), in_one_piece(*stored)
+    assert_same(named_outputs, *given, **options)
+    tiled = jaxtile.checkpoint(named_outputs, **options)
+    twice = [jax.hessian(lambda k, x, f=f: f([k, k], x)) for f in (tiled, named_outputs)]
+    assert_close(*(jax.jit(run)(given[0][0], given[1]) for run in twice))

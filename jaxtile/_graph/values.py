@@ -58,6 +58,16 @@ class Value:
         return self.known is not None and not isinstance(self.known, jax.core.Tracer)
 
     @property
+    def clamp(self) -> Node | None:
+        """The ReLU, or other clamp, whose result it is, if no derivative needs that one's
+        operand.
+        """
+        node = self.node
+        while node is not None and node.equation.primitive.name == "name":
+            node = node.inputs[0].array.node
+        return node if node is not None and node.forgets_operand else None
+
+    @property
     def bytes(self) -> int:
         itemsize = getattr(self.aval.dtype, "itemsize", 8)
         return int(np.prod(self.aval.shape, dtype=np.int64)) * itemsize
@@ -97,6 +107,15 @@ class Node:
     @property
     def tiled(self) -> bool:
         return self.reduction is not None or any(v.tiled for v in self.outputs)
+
+    @property
+    def forgets_operand(self) -> bool:
+        """Does a derivative need its result, and nothing of what that is computed from? So it is
+        with a ReLU after a convolution.
+        """
+        before = self.inputs[0].array.node if self.inputs else None
+        is_clamp = self.equation.primitive.name == "clamp_by_result"
+        return is_clamp and before is not None and before.sums
 
     @property
     def expensive(self) -> bool:

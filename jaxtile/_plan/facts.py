@@ -38,6 +38,7 @@ class Facts:
         self.by_position = [
             all(d.scale in (0, 1) and not d.halo for line in p.demands for d in line) for p in parts
         ]
+        self.ends_with_clamp = [p.ends_with_clamp for p in parts]
         self.elementwise = [p.operation.kind == "elementwise" for p in parts]
         self._contract()
         self.asked = [bits([*self.inputs[k], *self.awaits[k]]) for k in range(self.n)]

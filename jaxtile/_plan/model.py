@@ -19,9 +19,10 @@ and in tiles
     stored before + cotangents at its end + cotangents of what it reads + one tile
 
 Time. Forward and backward of every operation. What is recomputed runs forward once more, unless
-nothing reads it. Tiles compute their halo too, run at the rate of tiles, and each costs the loop
-some time. Where operations of a tiled stretch wait for a reduction inside it (batch statistics),
-all up to the reduction is computed in one more loop, forwards and backwards.
+nothing reads it; in tiles also for the derivative of a ReLU at its end. Tiles compute their halo
+too, run at the rate of tiles, and each costs the loop some time. Where operations of a tiled
+stretch wait for a reduction inside it (batch statistics), all up to the reduction is computed in
+one more loop, forwards and backwards.
 
 Limits: the model does not know what XLA fuses, packs or reuses. The search compiles what the solver
 finds, and corrects the bytes.
@@ -68,6 +69,7 @@ class Model:
         self.forward, self.backward = np.array(facts.forward), np.array(facts.backward)
         self.held, self.bytes = np.array(facts.held), np.array(facts.bytes)
         self.reduces = np.array(facts.reduces)
+        self.ends_with_clamp = np.array(facts.ends_with_clamp)
         # A stored result has a cotangent; inside a stretch, only one that is an array has.
         self.cotangent = np.array(facts.cotangent)
         readers = [[k for k in range(self.n) if i in parts[k].inputs] for i in range(self.n)]
@@ -146,7 +148,7 @@ class Model:
 
         `share`: of its positions, per tile; the first axis is that of operations.
         """
-        again, seconds = self._again(cut) > 0, np.zeros_like(share)
+        again, seconds = (self._again(cut) > 0) | self.ends_with_clamp, np.zeros_like(share)
         for k, (forward, backward) in self.durations.items():
             seconds[k] = (1 + again[k]) * forward.of(share[k]) + backward.of(share[k])
         return seconds * (share > 0) * tiles

@@ -145,11 +145,15 @@ def _may_differ(region: Region) -> bool:
 def _again(region: Region, kept: Storage, order: Mapping[Node, int]) -> Region | None:
     """What the backward pass runs, if only these values are kept; None: the same.
 
-    What it need not compute again it reads: results that were kept, and that reductions follow.
+    What it need not compute again it reads: results that were kept, and that reductions follow; in
+    one piece also those of a ReLU after a convolution. (To compute a window of these, in a tile,
+    takes less memory than to hold all.)
     """
     passing = [v for v in region.inputs if not is_held(v, kept)]
-    followed = {t.rides_on for t in region.targets if t.reduction is not None and region.tiled}
-    known = [t.value for t in region.targets if not t.reduction and t.value in followed]
+    read = {t.rides_on for t in region.targets if t.reduction is not None}
+    if not region.tiled and region.devices is None:
+        read |= {t.value for t in region.targets if t.value.clamp is not None}
+    known = [t.value for t in region.targets if not t.reduction and t.value in read]
     known = [v for v in known if kept.get(v) == "device"]
     if not region.grid.recomputed or not (passing or known):
         return None

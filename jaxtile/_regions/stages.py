@@ -23,18 +23,20 @@ from .._rules.plainly import plainly
 from .tile import Column, Cut, Instruction, Scalars, Slot, TiledEquation, TilePlan, evaluate, lookup
 
 Arrays = Sequence[jax.Array]
-RunStage = Callable[["Stage", Arrays, Arrays], list[jax.Array]]
+Known = tuple[int | None, ...]
+RunStage = Callable[["Stage", Known, Arrays, Arrays], list[jax.Array]]
 
 
 def stage_runner() -> RunStage:
     """A function that runs stages, and traces equal ones once."""
 
-    def tile(stage: Stage, arrays: Arrays, scalars: Arrays) -> list[jax.Array]:
-        return stage.run(arrays, scalars)
+    def tile(stage: Stage, known: Known, arrays: Arrays, scalars: Arrays) -> list[jax.Array]:
+        others = iter(scalars)
+        return stage.run(arrays, [next(others) if k is None else k for k in known])
 
-    called = jax.jit(tile, static_argnums=0)
+    called = jax.jit(tile, static_argnums=(0, 1))
     # The derivative of a call is two calls, and between these XLA held more, by a tenth.
-    inlined = jax.jit(tile, static_argnums=0, inline=True)
+    inlined = jax.jit(tile, static_argnums=(0, 1), inline=True)
     return lambda stage, *args: (inlined if stage.differentiated else called)(stage, *args)
 
 
@@ -69,7 +71,7 @@ class Stage:
     def __hash__(self) -> int:
         return self._hash
 
-    def run(self, arrays: Arrays, scalars: Arrays) -> list[jax.Array]:
+    def run(self, arrays: Arrays, scalars: Sequence[jax.Array | int]) -> list[jax.Array]:
         env = dict(zip(self.inputs, arrays, strict=True))
         row = dict(zip(self.columns, scalars, strict=True))
         with nullcontext() if self.differentiated else plainly("undifferentiated"):
@@ -115,7 +117,7 @@ class Stage:
 
 
 def _slots(instruction: TiledEquation) -> Iterator[Slot]:
-    for cut in (*instruction.reads, *instruction.crops):
+    for cut in instruction.cuts:
         yield from () if cut is None else (o.slot for o in cut.offsets)
     yield from instruction.positions
 
@@ -149,7 +151,10 @@ class Program:
         if not isinstance(step, Stage):
             return evaluate([step], env, row)
         arrays = [lookup(env, v) for v in step.inputs]
-        results = self.run_stage(step, arrays, [row[k] for k in step.columns])
+        scalars = [row[k] for k in step.columns]
+        known = tuple(k if isinstance(k, int) else None for k in scalars)
+        others = [k for k in scalars if not isinstance(k, int)]
+        results = self.run_stage(step, known, arrays, others)
         env.update(zip(step.outputs, results, strict=True))
 
 

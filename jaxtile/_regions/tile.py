@@ -5,7 +5,8 @@ out of a value's window, and supplies its own padding where that lies outside th
 
 All positions are integers known while tracing, one per tile. Those that differ between tiles become
 *columns* of a table with one row per tile, and the tile loop is a scan over its rows; those that do
-not are plain numbers in the program.
+not are plain numbers in the program. A loop over tiles of one kind has numbers in its rows too,
+where these tiles agree.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Slot = int | Column
 """A position in a tile: a number, or where in the table it is."""
 
 
-Scalars = Mapping[int, jax.Array] | Sequence[jax.Array]
+Scalars = Mapping[int, jax.Array | int] | Sequence[jax.Array | int]
 """The positions of a tile, per column of the table."""
 
 
@@ -87,6 +88,11 @@ class Cut:
     offsets: tuple[Offset, ...]
     fill: Any
 
+    @property
+    def columns(self) -> list[int]:
+        """That say by how much tiles are shifted, if not all by the same."""
+        return [o.slot.index for o in self.offsets if isinstance(o.slot, Column)]
+
     @classmethod
     def of(cls, table: Table, held: Windows, wanted: Windows, fill: Any) -> Cut | None:
         offsets = []
@@ -103,16 +109,18 @@ class Cut:
 
     def __call__(self, x: jax.Array, scalars: Scalars) -> jax.Array:
         fill = np.asarray(0 if self.fill is None else self.fill).astype(x.dtype)
-        padding = [(0, 0, 0)] * x.ndim
-        for d, slot, _, _, size in self.offsets:
-            if isinstance(slot, int):
-                padding[d] = (-slot, slot + size - x.shape[d], 0)
+        padding, moving, by = [(0, 0, 0)] * x.ndim, [], []
+        for offset in self.offsets:
+            start = at(offset.slot, scalars)
+            if isinstance(start, int):
+                padding[offset.dim] = (-start, start + offset.size - x.shape[offset.dim], 0)
+            else:
+                moving.append(offset)
+                by.append(start)
         if any(p != (0, 0, 0) for p in padding):
             x = lax.pad(x, fill, padding)
-        moving = tuple(o for o in self.offsets if isinstance(o.slot, Column))
         if not moving:
             return x
-        by = [scalars[o.slot.index] for o in moving if isinstance(o.slot, Column)]
         if jnp.issubdtype(x.dtype, jnp.inexact) and plain() is None:
             return apply(_Shift(moving, fill.item(), x.shape), x, by)
         return _read(moving, fill, x, by)
@@ -171,6 +179,10 @@ class TiledEquation:
     positions: Sequence[Slot]
     crops: Sequence[Cut | None]
 
+    @property
+    def cuts(self) -> Sequence[Cut | None]:
+        return [*self.reads, *self.crops]
+
     def run(self, env: Mapping[Value, jax.Array], scalars: Scalars) -> Computed:
         operands = [
             _cut(lookup(env, v), read, scalars)
@@ -190,6 +202,7 @@ class PlainEquation:
     """
 
     node: Node
+    cuts = ()
 
     def run(self, env: Mapping[Value, jax.Array], scalars: Scalars) -> Computed:
         operands = [lookup(env, v) for v in self.node.inputs]
@@ -214,6 +227,10 @@ class ReadView:
     @property
     def node(self) -> Node | None:
         return self.base.node
+
+    @property
+    def cuts(self) -> Sequence[Cut | None]:
+        return [self.read]
 
     def run(self, env: Mapping[Value, jax.Array], scalars: Scalars) -> Computed:
         x = _cut(lookup(env, self.base), self.read, scalars)

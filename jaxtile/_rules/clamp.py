@@ -58,12 +58,34 @@ def _clamp(bounds: tuple[tuple[str, float], ...], x: jax.Array) -> jax.Array:
 def _clamp_jvp(
     bounds: tuple[tuple[str, float], ...], primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
-    y, (tangent,) = lax.optimization_barrier(_clamp(bounds, *primals)), tangents
+    y = lax.optimization_barrier(_clamp(bounds, *primals))
+    return y, _where_inside(bounds, y, *tangents)
+
+
+def clamped(params: Mapping[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
+    """The clamp of `x`, which is known to be `y`: only derivatives are computed."""
+    return _clamped(tuple(params.items()), x, y)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _clamped(bounds: tuple[tuple[str, float], ...], x: jax.Array, y: jax.Array) -> jax.Array:
+    return y
+
+
+@_clamped.defjvp
+def _clamped_jvp(
+    bounds: tuple[tuple[str, float], ...], primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    return primals[1], _where_inside(bounds, primals[1], tangents[0])
+
+
+def _where_inside(
+    bounds: tuple[tuple[str, float], ...], y: jax.Array, tangent: jax.Array
+) -> jax.Array:
+    """The tangent of a clamp with result `y`."""
     compare = {"max": lax.gt, "min": lax.lt}
     inside = [compare[name](y, y.dtype.type(bound)) for name, bound in bounds]
-    return y, lax.select(
-        functools.reduce(lax.bitwise_and, inside), tangent, jnp.zeros_like(tangent)
-    )
+    return lax.select(functools.reduce(lax.bitwise_and, inside), tangent, jnp.zeros_like(tangent))
 
 
 def by_result(eqn: Equation) -> Equation | None:

@@ -37,6 +37,7 @@ from .._rules.reductions import accumulation_dtype
 from .alike import Work, order, zero
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
 from .in_place import are_parts, chosen, places
+from .kinds import Kind
 from .ordering import after, on_host, to_host, zeros_after
 from .recompute import RECOMPUTED, Given, Saved
 from .slots import Row, Slots, add, write, zeros_on_host
@@ -66,6 +67,8 @@ class Loop:
         self.parted = [are_parts(region, v, windows.get(v, {})) for v in region.inputs]
         self.places = places(region, self.tile.cuts)
         self.rows = self.tile.rows
+        # Each device has other tiles, in one program.
+        self.kinds = self.tile.kinds if layout is None else [Kind.of(self.rows)]
 
     def forward(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
@@ -108,14 +111,32 @@ class Loop:
         return self._scan(Work(read, compute, put, tile.blank), carry, (rows,))
 
     def _scan(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """All tiles; if some may be skipped, those that are alike follow each other."""
+        """All tiles, of one kind after the other; if some may be skipped, those that are alike
+        follow each other.
+        """
         if not self.region.skips or len(self.rows) == 1:
-            return _scan(work.body, carry, xs)
+            return self._each_kind(work, carry, xs)
         body, kept, columns = work.skipping(carry, jax.tree.map(lambda x: x[0], xs))
         kept = as_varying_as(kept, jax.tree.leaves(carry))
         turns = order(self.rows, columns)
         (carry, *_), out = _scan(body, (carry, *kept), jax.tree.map(lambda x: x[turns], xs))
         return carry, jax.tree.map(lambda x: x[np.argsort(turns)], out)
+
+    def _each_kind(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
+        """A loop for each kind of tiles."""
+        if len(self.kinds) == 1:
+            return _scan(work.body, carry, xs)
+        outs = []
+        for kind in self.kinds:
+
+            def body(carry: Any, x: Any, kind: Kind = kind) -> tuple[Any, Any]:
+                return work.body(carry, (kind.row(x[0]), *x[1:]))
+
+            own = kind.tiles
+            carry, out = _scan(body, carry, jax.tree.map(lambda x, own=own: x[own], xs))
+            outs.append(out)
+        back = np.argsort(np.concatenate([kind.tiles for kind in self.kinds]))
+        return carry, jax.tree.map(lambda *out: jnp.concatenate(out)[back], *outs)
 
     def _empty(self, k: int, dtype: Any, zeros: Zeros = jnp.zeros) -> Array:
         """What the tiles of target `k` are written to."""

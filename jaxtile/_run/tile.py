@@ -38,6 +38,7 @@ from .arrays import (
     select,
     zero_cotangent,
 )
+from .kinds import Kind, kinds
 from .slots import Row, Slots, window, write
 from .whole import environment
 
@@ -108,6 +109,13 @@ class Tile:
     def rows(self) -> np.ndarray:
         """The positions of all tiles."""
         return self.plan.table.rows(self.region.split)
+
+    @functools.cached_property
+    def kinds(self) -> list[Kind]:
+        """Tiles that are shifted alike."""
+        cuts = [c for i in self.plan.instructions for c in i.cuts]
+        shifts = {k for c in (*cuts, *self.cuts.values()) if c is not None for k in c.columns}
+        return kinds(self.rows, sorted(shifts))
 
     def windows(self, inputs: Sequence[Array | None], row: Row) -> list[Any]:
         return [

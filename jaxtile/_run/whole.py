@@ -11,6 +11,7 @@ import jax
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
 from .._regions.tile import known, lookup
+from .._rules.clamp import clamped
 from .arrays import (
     Array,
     Arrays,
@@ -28,7 +29,7 @@ from .ordering import after, settled
 from .recompute import RECOMPUTED, Given, Saved
 
 Statistics = Mapping[Value, Array]
-"""Results of reductions that are known from the first time."""
+"""Results, of reductions for example, that are known from the first time."""
 _NONE: Statistics = MappingProxyType({})
 Compute = Callable[[dict[Value, Any], Statistics], list[Array]]
 """Extends a mapping from values to arrays by all that is computed, and returns the results."""
@@ -101,8 +102,13 @@ def with_passing(region: Region | Group, inputs: Arrays, globals_: Arrays) -> Ar
 
 
 def evaluate(region: Region, env: dict[Value, Any], statistics: Statistics) -> list[Array]:
-    """The equations of a region, whole; `env` is extended by all that they compute."""
-    read = _apply(region.nodes, env, statistics)
+    """The equations of a region, whole; `env` is extended by all that they compute.
+
+    Results that are among its inputs are known: only their derivatives are those of the equations.
+    """
+    given = {v: env.pop(v) for v in region.results if v in env and v in region.inputs}
+    given |= {v.clamp.outputs[0]: x for v, x in given.items() if v.clamp is not None}
+    read = _apply(region.nodes, env, {**statistics, **given})
     return [
         read(t.result)
         if t.reduction is None or t.result in env
@@ -121,7 +127,12 @@ def _apply(
 
     for node in nodes:
         if any(v not in env for v in node.outputs):
-            results = node.equation.bind(*map(read, node.inputs))
+            operands = [*map(read, node.inputs)]
+            result = statistics.get(node.outputs[0])
+            if node.forgets_operand and result is not None:
+                env[node.outputs[0]] = clamped(node.equation.params, operands[0], result)
+                continue
+            results = node.equation.bind(*operands)
             for value, x in zip(node.outputs, results, strict=True):
                 env[value] = known(x, statistics[value]) if value in statistics else x
     return read

@@ -78,6 +78,8 @@ class Part:
     """Bytes of those, and of the arrays that are there while it runs only."""
     clamps: bool
     """Is it nothing but a ReLU, or another clamp, of what a convolution or the like computes?"""
+    ends_with_clamp: bool
+    """Is it work, and then a clamp? A derivative needs the result, and nothing else of it."""
     differentiable: bool
     """Has its result a cotangent?"""
     sample: Sample | None = dataclasses.field(repr=False, compare=False)
@@ -197,6 +199,7 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         held_bytes=sum(v.bytes for v in results if v in facts.held),
         made_bytes=sum(v.bytes for v in results if v in facts.made),
         clamps={n.equation.primitive.name for n in nodes} - {"name"} == {"clamp_by_result"},
+        ends_with_clamp=end.outputs[0].clamp in nodes and any(not fuses(n) for n in nodes),
         differentiable=end.outputs[0] in facts.trained,
         sample=sample_of(nodes, facts.trained),
         probe=lambda: probe.demands(facts.probes),

@@ -1,0 +1,152 @@
+"""Time and memory of one region of a schedule, forwards and backwards.
+
+Work in tiles includes the halo, and no operation is shorter than the time to start it. What a loop
+reads of whole arrays and writes to them it copies. Searches come back to the same regions again and
+again, so what was worked out is remembered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .costs import Costs
+from .facts import Facts
+from .regions import Cost, Region
+from .states import HOSTED, KEPT, RESTORED
+
+
+class RegionCosts:
+    """Of regions of one outline."""
+
+    def __init__(self, facts: Facts, costs: Costs):
+        self.facts, self.costs = facts, costs
+        self._costs: dict[Any, Cost] = {}
+
+    def cost(self, region: Region, states: Sequence[int]) -> Cost:
+        facts = self.facts
+        if region.mode.grid is None:
+            # When an operation runs, forwards or backwards, what is held after it is not there.
+            forward = backward = later = 0.0
+            for k in reversed(region.own):
+                forward = max(forward, facts.made[k] - later)
+                backward = max(backward, 2 * facts.bytes[k] - later)
+                later += facts.held[k] if k < region.end else 0.0
+            return Cost(0.0, forward + facts.bytes[region.end], backward)
+        passing = tuple(i for i in region.reads if i in region.before)
+        known = states[region.end] in (KEPT, HOSTED, RESTORED)
+        key = (region.mode, known, passing, region.own, region.before)
+        if key not in self._costs:
+            self._costs[key] = self._recomputed(region, passing, known)
+        return self._costs[key]
+
+    def _recomputed(self, region: Region, passing: Sequence[int], known: bool) -> Cost:
+        """Of a region that is computed again, in tiles or in one piece."""
+        facts = self.facts
+        grid, tiled_forward = region.mode
+        tiles = math.prod(grid) if isinstance(grid, tuple) else 1
+        own, everything = set(region.own), sorted({*region.before, *region.own})
+        share = self._shares(region, everything) if tiles > 1 else dict.fromkeys(everything, 1.0)
+        read = {i for k in region.own for i in facts.inputs[k]}
+        seconds = 0.0 if tiled_forward else sum(facts.forward[k] for k in region.own)
+        seconds += (1 + tiled_forward) * (tiles > 1) * tiles * self.costs.loop
+        for k in everything:
+            if k not in facts.durations:
+                continue
+            forward, backward = (
+                d.of(share[k]) if tiles > 1 else d.whole for d in facts.durations[k]
+            )
+            times = [forward] if k in region.before else []
+            if k in own:
+                times += [backward, forward][: 1 + tiled_forward]
+                if not facts.reduces[k] and not (
+                    k == region.end and self._given(k, known, k in read, grid == "whole")
+                ):
+                    times.append(forward)
+            seconds += sum(times) * tiles
+        if tiles > 1:
+            seconds += self._moved(region, tiled_forward)
+        tile = sum(share[k] * facts.held[k] for k in region.own if k != region.end)
+        tile += sum(share[k] * facts.bytes[k] for k in passing)
+        # A ReLU at the end is differentiated, and its result no longer needed, before the rest.
+        clamped = facts.bytes[region.end] if facts.ends_with_clamp[region.end] else 0.0
+        cotangents = [self._cotangents(region, k, share, tiles > 1) for k in region.own]
+        tile += max(share[region.end] * clamped, *cotangents)
+        part = share if tiled_forward else dict.fromkeys(region.own, 1.0)
+        return Cost(seconds, self._at_once(region, part), tile)
+
+    def _given(self, end: int, known: bool, followed: bool, in_one: bool) -> bool:
+        """Need the result of a region not be computed again? If it was kept, it is read, where
+        reductions follow it; in one piece also for the derivative of a ReLU with which it ends.
+        """
+        facts = self.facts
+        if facts.held[end] > facts.bytes[end]:
+            return False
+        if facts.ends_with_clamp[end]:
+            return known and in_one
+        return known or not followed
+
+    def _cotangents(
+        self, region: Region, k: int, share: Mapping[int, float], in_tiles: bool
+    ) -> float:
+        """Bytes of the cotangents of an operation's result and operands, inside a region; and of
+        the windows of whole ones, if it is computed in tiles.
+        """
+        found = 0.0
+        for i in (k, *self.facts.inputs[k]):
+            if i in share and i != region.end:
+                found += share[i] * self.facts.bytes[i]
+            elif in_tiles:
+                found += self.facts.bytes[i] * share.get(i, share[k])
+        return found
+
+    def _at_once(self, region: Region, share: Mapping[int, float]) -> float:
+        """Bytes that a region needs forwards: of its result, and of what is still to be read.
+
+        An elementwise operation writes over an operand that nobody reads again.
+        """
+        facts = self.facts
+        last = {i: k for k in region.own for i in (k, *facts.inputs[k])}
+        size = {k: share[k] * facts.made[k] for k in region.own}
+        size[region.end] = share[region.end] * facts.bytes[region.end]
+        now = most = 0.0
+        for k in region.own:
+            done = sum(size.get(i, 0.0) for i in set(facts.inputs[k]) if last[i] == k)
+            over = facts.elementwise[k] and done >= size[k]
+            most = max(most, now if over else now + size[k])
+            now += size[k] - done
+        return most
+
+    def _moved(self, region: Region, tiled_forward: bool) -> float:
+        """Seconds to copy windows out of whole arrays, and tiles into them."""
+        facts = self.facts
+        read = sum(facts.bytes[i] for i in region.reads if i not in region.before)
+        made = facts.bytes[region.end]
+        cotangents = sum(facts.cotangent[i] for i in region.reads) + facts.cotangent[region.end]
+        return 2 * (read + cotangents + tiled_forward * (read + made)) / self.costs.bandwidth
+
+    def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
+        """Per operation, the share of its positions that a tile computes: from the last to the
+        first, each asks for as many positions of what it reads as it needs.
+        """
+        facts = self.facts
+        grid, parts, inside = region.mode.grid, facts.outline.parts, set(everything)
+        assert isinstance(grid, tuple)
+        wide: dict[int, list[float]] = {k: [0.0] * facts.rank for k in everything}
+        for k in reversed(everything):
+            lengths = parts[k].lengths
+            if k == region.end or facts.reduces[k]:
+                tile = [-(-n // g) for n, g in zip(lengths, grid, strict=True)]
+                wide[k] = [max(a, b) for a, b in zip(wide[k], tile, strict=True)]
+            wide[k] = [min(a, n) for a, n in zip(wide[k], lengths, strict=True)]
+            for i, line in facts.reads[k]:
+                if i in inside:
+                    need = [w * d.scale + d.halo for w, d in zip(wide[k], line, strict=True)]
+                    wide[i] = [max(a, b) for a, b in zip(wide[i], need, strict=True)]
+        return {
+            k: math.prod(
+                w / n if n else 1.0 for w, n in zip(wide[k], parts[k].lengths, strict=True)
+            )
+            for k in everything
+        }
