@@ -7,8 +7,9 @@ inside. Regions that restore something run forwards once more. What each of them
 
 Memory. While a region is differentiated there are all kept arrays before it, the whole cotangents
 of what it computes and reads and of everything that spans it, and what one of its tiles holds. A
-loop that reads an input at the positions that it computes needs one array for both cotangents. What
-is hosted takes time to move instead, for every loop that reads it.
+loop that reads an input at the positions that it computes needs one array for both cotangents, and
+forwards one for input and result, if that input is passing. What is hosted takes time to move
+instead, for every loop that reads it.
 
 Limits: an estimate ranks schedules, and the compiler has the last word (`search`).
 """
@@ -184,6 +185,8 @@ class Assignments:
         for region in regions:
             end, cost = region.end, region.cost
             forward = passing[end - begin] + cost.forward
+            if states[end] != HOSTED and self._takes_place(region, states, last):
+                forward -= facts.bytes[end]
             backward = cotangents[end - begin] + region.restored + cost.backward
             if states[end] != HOSTED and self._shares_cotangents(region, last):
                 backward -= facts.cotangent[end]
@@ -208,13 +211,26 @@ class Assignments:
 
     def _shares_cotangents(self, region: Region, last: Mapping[int, int]) -> bool:
         """Do the cotangents of an input take the place of the result's?"""
+        cotangent = self.facts.cotangent
+        return any(
+            last[i] == region.end and cotangent[i] == cotangent[region.end]
+            for i in self._in_place(region)
+        )
+
+    def _takes_place(self, region: Region, states: Sequence[int], last: Mapping[int, int]) -> bool:
+        """Does the result of a forward loop take the place of an input that nobody reads again?"""
+        return region.mode.tiled_forward and any(
+            last[i] == region.end and states[i] == PASSING for i in self._in_place(region)
+        )
+
+    def _in_place(self, region: Region) -> Sequence[int]:
+        """What a loop reads where it writes its result, and nowhere else."""
         end, grid = region.end, region.mode.grid
         if not isinstance(grid, tuple) or math.prod(grid) == 1:  # without a loop XLA decides
-            return False
-        lengths, reads = self.facts.outline.parts[end].lengths, self._parallel(region.own, end)
-        return all(n % g == 0 for n, g in zip(lengths, grid, strict=True)) and any(
-            last[i] == end and self.facts.cotangent[i] == self.facts.cotangent[end] for i in reads
-        )
+            return ()
+        lengths = self.facts.outline.parts[end].lengths
+        divide = all(n % g == 0 for n, g in zip(lengths, grid, strict=True))
+        return self._parallel(region.own, end) if divide else ()
 
     def _parallel(self, own: tuple[int, ...], end: int) -> list[int]:
         """What operations read of other regions at those positions only that they compute."""

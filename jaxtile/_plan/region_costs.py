@@ -35,15 +35,15 @@ class RegionCosts:
                 later += facts.held[k] if k < region.end else 0.0
             return Cost(0.0, forward + facts.bytes[region.end], backward)
         passing = tuple(i for i in region.reads if i in region.before)
-        known = states[region.end] in (KEPT, HOSTED, RESTORED)
-        key = (region.mode, known, passing, region.own, region.before)
+        state = states[region.end]
+        key = (region.mode, state, passing, region.own, region.before)
         if key not in self._costs:
-            self._costs[key] = self._recomputed(region, passing, known)
+            self._costs[key] = self._recomputed(region, passing, state)
         return self._costs[key]
 
-    def _recomputed(self, region: Region, passing: Sequence[int], known: bool) -> Cost:
+    def _recomputed(self, region: Region, passing: Sequence[int], state: int) -> Cost:
         """Of a region that is computed again, in tiles or in one piece."""
-        facts = self.facts
+        facts, known = self.facts, state in (KEPT, HOSTED, RESTORED)
         grid, tiled_forward = region.mode
         tiles = math.prod(grid) if isinstance(grid, tuple) else 1
         own, everything = set(region.own), sorted({*region.before, *region.own})
@@ -73,8 +73,10 @@ class RegionCosts:
         clamped = facts.bytes[region.end] if facts.ends_with_clamp[region.end] else 0.0
         cotangents = [self._cotangents(region, k, share, tiles > 1) for k in region.own]
         tile += max(share[region.end] * clamped, *cotangents)
-        part = share if tiled_forward else dict.fromkeys(region.own, 1.0)
-        return Cost(seconds, self._at_once(region, part), tile)
+        forward = self._at_once(region, share if tiled_forward else dict.fromkeys(region.own, 1.0))
+        if tiled_forward and state != HOSTED:  # a loop writes tiles to all of its result
+            forward += (1 - share[region.end]) * facts.bytes[region.end]
+        return Cost(seconds, forward, tile)
 
     def _given(self, end: int, known: bool, followed: bool, in_one: bool) -> bool:
         """Need the result of a region not be computed again? If it was kept, it is read, where

@@ -1,9 +1,12 @@
-"""Which cotangents a backward loop puts in the place of others.
+"""Which arrays a loop puts in the place of others.
 
 In each tile a backward loop reads the result's cotangents and writes the inputs'. An input of a
 skip connection is read where the result is written, and nowhere else. So nobody reads the result's
 cotangents again once a tile has, and the input's take their place: one array for both. In the wide
 maps of a residual network that is the largest array there is.
+
+Forwards, the result takes the place of such an input if that is passing, that is, not kept. If
+somebody reads it later all the same, the compiler copies it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ belongs to one tile, so nothing is counted twice.
 The sum of the cotangents of a stored array is one array of its size, however many regions read it:
 each adds to what the others have begun. Where every tile reads its own part of an input, and writes
 the same part of a result (a skip connection), the backward loop puts the input's cotangents where
-it has just read the result's: one array for both.
+it has just read the result's: one array for both. So does the forward loop with such an input that
+is passing.
 
 Known inefficiency: the backward loop holds the residuals of a whole tile, not of a part of it.
 """
@@ -59,9 +60,12 @@ class Loop:
         run_stage: RunStage,
         layout: Layout | None = None,
         hosted: Collection[Value] = (),
+        passing: Collection[Value] = (),
     ):
-        """`hosted`: results that are written to host memory, and nowhere else."""
-        self.region, self.tile = region, Tile(region, run_stage, layout)
+        """`hosted`: results that are written to host memory, and nowhere else; `passing`: values
+        that are not kept.
+        """
+        self.region, self.tile, self.passing = region, Tile(region, run_stage, layout), passing
         self.hosted = [t.reduction is None and t.result in hosted for t in region.targets]
         windows = self.tile.plan.windows
         self.parted = [are_parts(region, v, windows.get(v, {})) for v in region.inputs]
@@ -88,10 +92,19 @@ class Loop:
             self._start(t) if t.reduction else (self._empty(k, t.value.aval.dtype, zeros),)
             for k, t in enumerate(targets)
         ]
+        replaced = self._replaced(inputs)
+        for i, k in replaced.items():
+            carry[k] = (inputs[i],)
         carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
 
         def read(carry: list[State], x: Any) -> Arrays:
-            return tile.windows(inputs, list(x[0]))
+            given = list(inputs)
+            for i, k in replaced.items():
+                (given[i],) = carry[k]
+            windows = tile.windows(given, list(x[0]))
+            for i in replaced:  # read once, before it is written
+                windows[i] = lax.optimization_barrier(windows[i])
+            return windows
 
         def compute(windows: Arrays, x: Any) -> list[State]:
             return tile.shares(windows, globals_, list(x[0]), wanted)
@@ -214,6 +227,16 @@ class Loop:
             read, compute, put, lambda found: tile.blank(found[0]), lambda found: zero(found[1])
         )
         return self._scan(work, carry, (rows, remembered))[0]
+
+    def _replaced(self, inputs: Arrays) -> dict[int, int]:
+        """Inputs that are not read again, and the target that takes the place of each."""
+        if not self.passing or on_early_cpu() or self.region.skips:
+            return {}
+        free = [
+            v in self.passing and not on_host(x)
+            for v, x in zip(self.region.inputs, inputs, strict=True)
+        ]
+        return chosen(self.places, [not hosted for hosted in self.hosted], free)
 
     def _shared(self, given: Given) -> dict[int, int]:
         """Inputs whose cotangents take the place of a target's, and that target."""
