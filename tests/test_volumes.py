@@ -118,6 +118,7 @@ def folder(tmp_path):
     return tmp_path / "files"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settings_restored")
 def test_train_and_predict_volumes_of_a_folder(folder, tmp_path, capsys):
     """Whole held-out files are evaluated in tiles, and a prediction is the plain network's."""

@@ -150,10 +150,11 @@ def _again(region: Region, kept: Storage, order: Mapping[Node, int]) -> Region |
     takes less memory than to hold all.)
     """
     passing = [v for v in region.inputs if not is_held(v, kept)]
+    in_one = not region.tiled and region.devices is None
     read = {t.rides_on for t in region.targets if t.reduction is not None}
-    if not region.tiled and region.devices is None:
-        read |= {t.value for t in region.targets if t.value.clamp is not None}
+    read |= {t.value for t in region.targets if in_one and t.value.clamp is not None}
     known = [t.value for t in region.targets if not t.reduction and t.value in read]
+    known = known if region.tiled or in_one else []
     known = [v for v in known if kept.get(v) == "device"]
     if not region.grid.recomputed or not (passing or known):
         return None
