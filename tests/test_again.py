@@ -100,6 +100,7 @@ def test_same_value_and_gradients(policy, fast):
     assert_close(step(*args), interpret(jax.value_and_grad(fun, (0, 1)), *args))
 
 
+@pytest.mark.slow
 def test_second_derivative():
     args = arguments(layers=2)
 

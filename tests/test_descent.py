@@ -102,6 +102,7 @@ def test_near_the_best_of_all_assignments():
         assert found.seconds <= 1.05 * best
 
 
+@pytest.mark.slow
 def test_never_slower_than_all_in_tiles_of_one_grid():
     """What nothing spans is in host memory then. Walks from what is fast alone end before it."""
     costs, tried = assignments(layers=10, size=2048), [(2, 2), (4, 4), (8, 8)]

@@ -156,7 +156,7 @@ def test_jacfwd_is_jacrev():
     assert_close(jax.jit(jax.jacrev(tiled))(WEIGHTS, IMAGE), want)
 
 
-@parametrize_few("name", SMOOTH, always=2)
+@parametrize_few("name", SMOOTH)
 @parametrize_few("kind", ["over reverse", "under reverse", "twice"], always=2)
 def test_second_derivatives(name, kind):
     def run(f):

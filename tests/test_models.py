@@ -417,6 +417,7 @@ def with_a_score_for_each_pixel():
     return drawn("vgg16", 3, dense=True, width=2), normal(0, 1, 64, 96, 3)
 
 
+@pytest.mark.slow
 def test_vgg16_with_a_score_for_each_pixel():
     """Each score stands for 32 x 32 pixels."""
     model, image = with_a_score_for_each_pixel()

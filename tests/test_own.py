@@ -502,6 +502,7 @@ def test_files_with_several_labels_each(tmp_path):
         load_data(Learner(config))
 
 
+@pytest.mark.slow
 def test_images_of_classes_in_all_sizes(tmp_path):
     """Resized in training, evaluation and prediction, which names the class."""
     rng = np.random.default_rng(0)
