@@ -62,7 +62,7 @@ class Descent:
         self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
-        self.modes = [Mode(None), Mode("whole"), Mode((1,) * self.facts.rank)]
+        self.modes = [Mode(None), Mode("whole")]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
         self.groups = list(groups(self.facts, self.span).values())
         self.zones = list(zones(self.facts, self.span))
