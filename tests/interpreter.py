@@ -160,7 +160,7 @@ def _convolve(lhs, rhs, params):
     lhs = _pad(lhs, 0, {"padding_config": [(0, 0, 0), (0, 0, 0), *padding]})
     strides, dilation = params["window_strides"], params["rhs_dilation"]
     sizes = [
-        (n - (k - 1) * d - 1) // s + 1
+        max(0, (n - (k - 1) * d - 1) // s + 1)  # a kernel may be wider than the image
         for n, k, d, s in zip(lhs.shape[2:], rhs.shape[2:], dilation, strides, strict=True)
     ]
     out = 0.0
@@ -170,7 +170,7 @@ def _convolve(lhs, rhs, params):
                 slice(None),
                 slice(None),
                 *(
-                    slice(i * d, i * d + (n - 1) * s + 1, s)
+                    slice(i * d, i * d + max(0, (n - 1) * s + 1), s)
                     for i, d, n, s in zip(at, dilation, sizes, strides, strict=True)
                 ),
             )
