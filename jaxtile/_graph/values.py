@@ -111,11 +111,9 @@ class Node:
     @property
     def forgets_operand(self) -> bool:
         """Does a derivative need its result, and nothing of what that is computed from? So it is
-        with a ReLU after a convolution.
+        with a ReLU after a convolution (`clamps`).
         """
-        before = self.inputs[0].array.node if self.inputs else None
-        is_clamp = self.equation.primitive.name == "clamp_by_result"
-        return is_clamp and before is not None and before.sums
+        return self.equation.primitive.name == "clamp_by_result"
 
     @property
     def expensive(self) -> bool:

@@ -125,7 +125,7 @@ class _Runner:
         if step.devices is not None:
             return Sharded(step, self.run_stage)
         if step.tiled:
-            passing = [v for v, place in self.stored.items() if place == "passing"]
+            passing = {v for v, place in self.stored.items() if place == "passing"}
             return Loop(step, self.run_stage, hosted=self.hosted, passing=passing)
         return Whole(step, functools.partial(evaluate, step))
 
