@@ -24,7 +24,8 @@ from .support import assert_close, conv, parametrize_few
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """A policy for the results of all convolutions, a letter for each: kept, passing or restored.
+    """A policy for the results of all convolutions, a letter for each: kept, passing, restored or
+    in host memory.
 
     The last letter stands for all that follow.
     """
@@ -37,8 +38,9 @@ class Results:
         base = Choice(self.grid, forward=self.forward)
         convs = [p.name for p in outline.parts if p.operation.kind == "convolution"]
         states = self.states.ljust(len(convs), self.states[-1])
+        places = {"p": "passing", "r": "restored", "h": "host"}
         chosen = {
-            name: base._replace(place={"p": "passing", "r": "restored"}.get(state, "device"))
+            name: base._replace(place=places.get(state, "device"))
             for name, state in zip(convs, states, strict=True)
         }
         return chosen | {...: base}

@@ -10,13 +10,14 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 import jaxtile
 from experiments.measuring.problems import problem, shape_of
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.candidates import as_assignment
 from jaxtile._plan.candidates import assigned as as_candidate
-from jaxtile._plan.costs import BUILT_IN, HOSTED_ONCE, HOSTED_PER_READER, host_memory
+from jaxtile._plan.costs import BUILT_IN, host_memory
 from jaxtile._plan.descent import Descent
 from jaxtile._plan.kernels import grids
 from jaxtile._plan.model import Model
@@ -164,13 +165,7 @@ def test_host_memory_is_used_where_the_device_has_none():
         costs.estimate(assigned(costs, [state] * 4, Mode((4, 4), tiled_forward=True)))
         for state in (KEPT, HOSTED)
     )
-    read = [i for region in hosted.regions for i in region.reads]
-    moved = sum(
-        costs.facts.bytes[k] * (HOSTED_ONCE + HOSTED_PER_READER * read.count(k))
-        for k in results(costs)
-    )
-    assert len(read) > len(results(costs))  # skips: some are read by two loops
-    assert hosted.seconds == pytest.approx(kept.seconds + moved / costs.costs.host_bandwidth)
+    assert hosted.seconds > kept.seconds
     assert hosted.peak < 0.5 * kept.peak
 
     on_device, both = (Descent(costs, [(2, 2), (8, 8)], host=x) for x in (0, math.inf))
@@ -186,6 +181,38 @@ def test_host_memory_is_used_where_the_device_has_none():
     }
 
 
+@pytest.mark.parametrize("places", ["hhhh", "hphh", "hpph", "pphh"])
+@pytest.mark.parametrize("kernel", [3, 1])
+def test_bytes_that_are_moved_to_host_memory_and_back(places, kernel):
+    """As many as the program moves, but for halos, and windows of the image."""
+    params, _ = arguments(layers=4, size=(1, 2048, 2048, 2), kernel=kernel)
+    x = jax.ShapeDtypeStruct((1, 2048, 2048, 2), jnp.float64)
+    costs = Assignments(
+        jaxtile.policy.outline(network, params, x, in_axes=AXES), BUILT_IN["gpu"]
+    )
+    states = {"h": HOSTED, "p": PASSING, "r": RESTORED}
+    given, kept = (
+        costs.estimate(
+            assigned(costs, [states.get(s, KEPT) for s in each], Mode((4, 4), tiled_forward=True))
+        )
+        for each in (places, places.replace("h", "k"))
+    )
+    estimated = (given.seconds - kept.seconds) * costs.costs.host_bandwidth
+    step = jax.value_and_grad(tiled(Results((4, 4), places, forward=(4, 4))))
+    assert estimated == pytest.approx(moved(jax.make_jaxpr(step)(params, x).jaxpr), rel=0.03)
+
+
+def moved(jaxpr):
+    """Bytes of what is copied to another memory, and is not made of one number."""
+    even = {v for e in jaxpr.eqns if e.primitive.name == "broadcast_in_dim" for v in e.outvars}
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put" and even.isdisjoint(eqn.invars):
+            total += sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.outvars)
+        total += eqn.params.get("length", 1) * sum(map(moved, jaxprs_in_params(eqn.params)))
+    return total
+
+
 @pytest.mark.skipif(not pathlib.Path("/proc/meminfo").exists(), reason="Linux says it there")
 def test_how_much_host_memory_there_is(monkeypatch):
     """What XLA gives, and not all of what the machine has."""
@@ -198,12 +225,12 @@ def test_how_much_host_memory_there_is(monkeypatch):
 
 
 def test_bytes_in_host_memory():
-    """Values wait there until their own region is differentiated, and cotangents are there from
-    the last region that reads the value on: the third region reads the first two values.
+    """Values wait there until the first region that reads them is differentiated, and cotangents
+    are there from the last one on: the third region reads the first two values.
     """
     costs = assignments(layers=4, size=512)
     value = costs.facts.bytes[results(costs)[0]]
-    for count, most in enumerate((0, 1 + 1, 2 + 2, 3 + 3, 3 + 3)):
+    for count, most in enumerate((0, 1 + 1, 2 + 2, 2 + 3, 4 + 2)):
         states = [HOSTED] * count + [INSIDE] * (4 - count)
         found = costs.estimate(assigned(costs, states, Mode((4, 4), tiled_forward=True)))
         assert found.hosted == most * value

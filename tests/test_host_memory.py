@@ -23,7 +23,7 @@ AXES = (None, (1, 2), (1, 2))
 SAVED = jax.checkpoint_policies.save_only_these_names("one")
 OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
-    names_which_can_be_offloaded=["one"],
+    names_which_can_be_offloaded=["one", "two"],
     offload_src="device",
     offload_dst="pinned_host",
 )
@@ -129,30 +129,48 @@ def test_what_is_offloaded_is_moved_by_window(tiles):
     assert max(sizes) < 2 * 7 * 6 * 4
 
 
-def test_each_array_in_host_memory_is_made_anew():
+def stretch(w, x):
+    """Two results of one shape are made by loops that begin with the same image, and read by one
+    loop, whose windows overlap.
+    """
+    first = checkpoint_name(conv(x, w[0]), "one")
+    second = checkpoint_name(conv(x, w[1]) + jnp.mean(first), "two")
+    return jnp.sum(jnp.tanh(conv(first, w[1]) * conv(second, w[0])))
+
+
+@pytest.mark.parametrize(
+    "function, arguments",
+    [
+        (loss, (W, image(np.uint8), LABELS)),
+        (stretch, (normal(1, 2, 3, 3, 1, 1), normal(0, 1, 12, 13, 1))),
+    ],
+)
+def test_each_array_in_host_memory_is_made_anew(function, arguments):
     """Of one number, and each of another one: else XLA makes those of one shape once, keeps what it
     made, and copies all of it, in host memory, for every loop that writes there.
     """
-    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(3, 2), policy=OFFLOADED)
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(tiled))(W, image(np.uint8), LABELS).jaxpr
-    numbers = [*made_on_host(jaxpr)]
-    assert len(numbers) >= 2  # values and cotangents
-    assert all(isinstance(n, Var) for n in numbers)
+    axes = AXES[: len(arguments)]
+    tiled = jaxtile.checkpoint(function, in_axes=axes, tiles=(3, 2), policy=OFFLOADED)
+    step = jax.value_and_grad(tiled)
+    assert_close(jax.jit(step)(*arguments), jax.jit(jax.value_and_grad(function))(*arguments))
+    numbers = [*made_on_host(jax.make_jaxpr(step)(*arguments).jaxpr)]
+    assert len(numbers) == (4 if function is stretch else 2)  # values and cotangents
     assert len(set(numbers)) == len(numbers)
 
 
 def made_on_host(jaxpr):
-    """The number that each array is made of that is made in host memory."""
-    even = {
-        v: e.invars[0]
-        for e in jaxpr.eqns
-        if e.primitive.name == "broadcast_in_dim"
-        for v in e.outvars
-    }
+    """How the number is computed that each array is made of which is made in host memory."""
+    found: dict = {}
+
+    def how(atom):
+        return found.get(atom, (atom,)) if isinstance(atom, Var) else (str(atom),)
+
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "device_put":
-            made = (even.get(v) for v, o in zip(eqn.invars, eqn.outvars, strict=True) if on_host(o))
-            yield from (n for n in made if n is not None)
+        inputs = tuple(map(how, eqn.invars))
+        if eqn.primitive.name == "device_put" and inputs[0][0] == "broadcast_in_dim":
+            yield from inputs[0][2:] * on_host(eqn.outvars[0])
+        for v in eqn.outvars:
+            found[v] = (eqn.primitive.name, f"{eqn.params} {eqn.outvars.index(v)}", *inputs)
         for inner in jaxprs_in_params(eqn.params):
             yield from made_on_host(inner)
 

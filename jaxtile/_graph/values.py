@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _rules as rules
-from .._errors import describe
+from .._errors import Mixes, TilingError, describe
+from .._geometry import Window
 from .._rules import Axes, Equation, Reduction, Step, Windows, tiled
 from .inline import bodies, plain_call
 from .layers import Layers
@@ -138,10 +139,35 @@ class Node:
         """May its value differ when it is differentiated?"""
         return any(rule.changes_value for rule in _rules_of(self.equation))
 
+    @functools.cached_property
+    def by_position(self) -> bool:
+        """Does every position of its results come from the same position of what it reads? So it is
+        with a convolution of one pixel.
+        """
+        if self.rule.by_position:
+            return True
+        if self.layers is not None:
+            return False
+        try:
+            needs = self.step([_positions(v) for v in self.outputs]).needs
+        except (Mixes, TilingError):
+            return False
+        pairs = [(v, need) for v, need in zip(self.inputs, needs, strict=True) if v.tiled]
+        return all(need is not None and need.windows == _positions(v) for v, need in pairs)
+
     def step(self, windows: Sequence[Windows | None]) -> Step:
         """How to produce these windows of the outputs; the same object for alike equations."""
         key = tuple(None if w is None else tuple(w.items()) for w in windows)
         return self.kind.once(key, lambda: self.rule.step(self.kind, windows))
+
+
+def _positions(value: Value) -> Windows:
+    """The first position, one in the middle and the last, as tiles along each tiled axis."""
+    return {
+        d: Window(axis, np.array([0, n // 2, n - 1]), 1)
+        for d, (axis, n) in enumerate(zip(value.axes, value.aval.shape, strict=True))
+        if axis is not None
+    }
 
 
 def _rules_of(eqn: Any) -> Iterator[rules.Rule]:

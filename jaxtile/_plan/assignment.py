@@ -19,13 +19,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..policy import Outline
-from .costs import HOSTED_ONCE, HOSTED_PER_READER, Costs
+from .costs import Costs
 from .facts import Facts, bits
 from .region_costs import RegionCosts
 from .regions import Region, Regions
@@ -68,7 +68,7 @@ class Assignments:
         self.costs, self.facts = costs, Facts(outline, costs)
         self.regions = Regions(self.facts)
         self.of_regions = RegionCosts(self.facts, costs)
-        self._beside: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        self._beside: dict[tuple[int, ...], list[int]] = {}
         self._segments: dict[Any, Segment] = {}
 
     def estimate(self, given: Assignment) -> Estimate:
@@ -124,7 +124,6 @@ class Assignments:
         once = {k for r in regions if r.mode.grid is None for k in r.own}
         seconds += sum(r.cost.seconds for r in regions) + facts.plain(once)
         hosted = [k for k in known if states[k] == HOSTED]
-        seconds += self._moved_to_host(regions, hosted, joint) if hosted else 0.0
         held = {k: facts.held[k] for k in once}
         for k in own:
             if states[k] == KEPT:
@@ -134,7 +133,10 @@ class Assignments:
                 held |= {i: facts.bytes[i] for i in region.reads if i != joint}
         last = _last_reads(regions)
         needs = self._needs(regions, states, known, held, last)
-        most_hosted = self._most_hosted(regions, hosted, own, last) if hosted else 0.0
+        most_hosted = 0.0
+        if hosted:
+            most_hosted = self._most_hosted(regions, hosted, own, last)
+            seconds += self._moved_to_host(regions, hosted, joint, last)
         return Segment(
             seconds,
             needs,
@@ -145,16 +147,28 @@ class Assignments:
         )
 
     def _moved_to_host(
-        self, regions: Sequence[Region], hosted: Sequence[int], joint: int | None
+        self,
+        regions: Sequence[Region],
+        hosted: Sequence[int],
+        joint: int | None,
+        last: Mapping[int, int],
     ) -> float:
-        """Seconds to move values in host memory and their cotangents, there and back."""
-        size = self.facts.bytes
-        times = dict.fromkeys(hosted, HOSTED_ONCE)
+        """Seconds to move values in host memory and their cotangents, there and back.
+
+        A value is written, and the region that made it reads its sum of cotangents. Every region
+        that reads it does so in both passes, and reads and writes the sum; but the sum begins with
+        zeros that are written, or, if tiles read parts, with what the first of them writes.
+        """
+        times = dict.fromkeys(hosted, 2)
         times |= {} if joint not in times else {joint: 0}
-        for i in itertools.chain.from_iterable(r.reads for r in regions):
-            if i in times:
-                times[i] += HOSTED_PER_READER
-        moved = sum(size[k] * n for k, n in times.items())
+        for region in regions:
+            for i in times.keys() & set(region.reads):
+                begins = last[i] == region.end
+                times[i] += 4 + (0 if not begins else -1 if i in self._parts(region) else 1)
+            for i in region.sources:
+                if i in times:
+                    times[i] += 1
+        moved = sum(self.facts.bytes[k] * n for k, n in times.items())
         return moved / (self.costs.host_bandwidth or math.inf)
 
     def _needs(
@@ -201,11 +215,15 @@ class Assignments:
         last: Mapping[int, int],
     ) -> float:
         """Bytes in host memory at the worst moment of the backward pass. A value waits there until
-        the region that made it is differentiated, and its cotangents from its last reader on.
+        the first region that reads it is differentiated, and its cotangents from the last one on.
         """
         size, inside = self.facts.bytes, set(own)
+        first = {i: r.end for r in reversed(regions) for i in (*r.reads, *r.sources)}
         return max(
-            sum(size[k] * ((k in inside) + (last.get(k, k) >= r.end)) for k in hosted if k <= r.end)
+            sum(
+                size[k] * ((k in inside and first.get(k, k) <= r.end) + (k <= r.end <= last.get(k, k)))
+                for k in hosted
+            )
             for r in regions
         )
 
@@ -223,18 +241,24 @@ class Assignments:
             last[i] == region.end and states[i] == PASSING for i in self._in_place(region)
         )
 
-    def _in_place(self, region: Region) -> Sequence[int]:
+    def _in_place(self, region: Region) -> Iterable[int]:
         """What a loop reads where it writes its result, and nowhere else."""
+        parts = self.facts.outline.parts
+        whole = parts[region.end].operation.output.shape
+        return (i for i in self._parts(region) if parts[i].operation.output.shape == whole)
+
+    def _parts(self, region: Region) -> Sequence[int]:
+        """Inputs of a loop of which every tile reads the part that it writes of its result."""
         end, grid = region.end, region.mode.grid
         if not isinstance(grid, tuple) or math.prod(grid) == 1:  # without a loop XLA decides
             return ()
         lengths = self.facts.outline.parts[end].lengths
         divide = all(n % g == 0 for n, g in zip(lengths, grid, strict=True))
-        return self._parallel(region.own, end) if divide else ()
+        return self._parallel(region.own) if divide else ()
 
-    def _parallel(self, own: tuple[int, ...], end: int) -> list[int]:
+    def _parallel(self, own: tuple[int, ...]) -> list[int]:
         """What operations read of other regions at those positions only that they compute."""
-        if (own, end) not in self._beside:
+        if own not in self._beside:
             beside, inside = dict.fromkeys(own, True), set(own)
             found: dict[int, bool] = {}
             for k in reversed(own):
@@ -242,13 +266,8 @@ class Assignments:
                     same = beside[k] and all(d.scale == 1 and not d.halo for d in line)
                     seen = beside if i in inside else found
                     seen[i] = seen.get(i, True) and same
-            whole = self.facts.outline.parts[end].operation.output.shape
-            self._beside[own, end] = [
-                i
-                for i, same in found.items()
-                if same and self.facts.outline.parts[i].operation.output.shape == whole
-            ]
-        return self._beside[own, end]
+            self._beside[own] = [i for i, same in found.items() if same]
+        return self._beside[own]
 
 
 def _last_reads(regions: Sequence[Region]) -> dict[int, int]:

@@ -26,12 +26,6 @@ import numpy as np
 from .._graph.operations import Operation
 from .._graph.sample import Sample
 
-HOSTED_ONCE, HOSTED_PER_READER = 3, 4
-"""Times that the bytes of a value in host memory are moved. It is written; its sum of cotangents is
-written as zeros, and read by the loop that made the value. Every loop that reads the value does so
-in both passes, and reads and writes the sum of cotangents to add to it."""
-
-
 class Timing(NamedTuple):
     """Of one class of operations, on so many positions: seconds forwards, and of the gradients."""
 

@@ -42,6 +42,7 @@ _BEYOND = 0.5  # of the allowance: walks go beyond it, and come back with improv
 _IMPROVED = 2  # assignments that are improved further for one allowance
 _SHAKES = 20  # of each assignment that is improved, and of the best one
 _LOOKS = 1000  # assignments that are looked at meanwhile
+_WORTHWHILE = 0.99  # of the time before: if improving gains more, it is done once more
 _NEAR = 8  # one part of the network in so many is shaken at a time
 
 
@@ -105,10 +106,11 @@ class Descent:
             return None
         begun = [self._improved(f, room, single=False) for f in dict.fromkeys(begun)]
         found = sorted(begun, key=lambda f: f.seconds)[:_IMPROVED]
-        for single in (True, False, True):
-            found = [self._improved(f, room, single) for f in found]
-        found = [self._shaken(f, room, times=1) for f in found]
-        best = self._shaken(min(found, key=lambda f: f.seconds), room, times=_IMPROVED)
+        found = [self._shaken(self._refined(f, room), room, times=1) for f in found]
+        best, before = min(found, key=lambda f: f.seconds), math.inf
+        while best.seconds < _WORTHWHILE * before:
+            before = best.seconds
+            best = self._shaken(self._refined(best, room), room, times=_IMPROVED)
         self._answers = [best, *self._answers][:_IMPROVED]
         return best
 
@@ -146,6 +148,11 @@ class Descent:
                 nearest = walk.fastest(room)
             found.append(nearest)
         return [f for f in found if f is not None]
+
+    def _refined(self, found: Found, room: Room) -> Found:
+        for single in (True, False, True):
+            found = self._improved(found, room, single)
+        return found
 
     def _improved(self, best: Found, room: Room, single: bool) -> Found:
         """Take every move that is faster and fits, one after the other."""
@@ -323,8 +330,9 @@ class Descent:
         )
 
     def _normal(self, states: Sequence[int], modes: Sequence[Mode]) -> Assignment:
-        """What is kept as plain JAX keeps it has no whole arrays but those that others read; what
-        such operations read is kept. What is hosted is made and read by loops.
+        """As it runs. Up to a whole result all is computed on that result's grid. What is kept as
+        plain JAX keeps it has no whole arrays but those that others read; what such operations read
+        is kept. What is hosted is made and read by loops.
         """
         found = list(states)
         for k in self.span.own:
@@ -336,10 +344,15 @@ class Descent:
                     found[i] = KEPT
                 if found[i] == HOSTED and not (modes[k].loops and modes[i].loops):
                     found[i] = KEPT
-        for end in (self.span.begin, self.span.end):
-            if end is not None:
-                found[end] = KEPT
-        return Assignment(tuple(found), tuple(modes))
+        for border in (self.span.begin, self.span.end):
+            if border is not None:
+                found[border] = KEPT
+        grids = list(modes)
+        begin, end, _ = self.here.indices(self.facts.n)
+        for k in reversed(range(begin, end - 1)):
+            if found[k] == INSIDE:
+                grids[k] = grids[k + 1]
+        return Assignment(tuple(found), tuple(grids))
 
 
 def _replaced(items: Sequence[T], members: Sequence[int], item: T) -> list[T]:

@@ -7,11 +7,12 @@ tiled.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .facts import Facts, bits
-from .states import PASSING, RESTORED, Mode
+from .states import HOSTED, PASSING, RESTORED, Mode
 
 Reach = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -34,6 +35,8 @@ class Region:
     mode: Mode
     before: tuple[int, ...] = ()
     """Operations that compute the passing ones of these."""
+    sources: tuple[int, ...] = ()
+    """Other whole arrays that are read for that, in the backward pass."""
     restored: float = 0.0
     """Bytes that are restored for it."""
     cost: Cost = dataclasses.field(default=Cost(0.0, 0.0, 0.0))
@@ -61,7 +64,7 @@ class Regions:
                 # It follows a whole array, or is one of several that are computed from the same.
                 follows = len(reads) == 1 and all(facts.by_position[i] for i in own[:-1])
                 carrier = found.get(reads[0]) if follows else None
-                key = reads[0] if carrier and carrier.mode == modes[k] else (*reads, -1, *own[:-1])
+                key = reads[0] if carrier and not in_one else (*reads, -1, *own[:-1])
             if key in found:
                 found[key].own = tuple(sorted({*found[key].own, *own}))
                 continue
@@ -91,7 +94,9 @@ class Regions:
         return seconds
 
     def _group(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
-        """Seconds to run regions again, if they restore anything."""
+        """Seconds to run regions again, if they restore anything. They read and make whole arrays,
+        so nothing of that may be in host memory.
+        """
         facts = self.facts
         if len(regions) == 1:
             self._passing(regions[0], kept)
@@ -99,6 +104,8 @@ class Regions:
         made = {r.end for r in regions}
         restored = [k for k in made if states[k] == RESTORED]
         outside = {i for r in regions for i in r.reads if i not in made}
+        if any(states[k] == HOSTED for k in (*outside, *made)):
+            return math.inf
         passing = sorted(i for i in outside if not kept >> i & 1)
         before = self._reach(passing, kept)[0]
         seconds = sum(facts.forward[k] for k in before)
@@ -118,7 +125,8 @@ class Regions:
         """What a region must compute before its own operations."""
         passing = [i for i in region.reads if not kept >> i & 1]
         if passing and region.mode.grid is not None:
-            region.before = self._reach(passing, kept)[0]
+            region.before, sources = self._reach(passing, kept)
+            region.sources = tuple(i for i in sources if i not in region.reads)
 
     def _reach(self, ends: Sequence[int], whole: int, inside: int = 0) -> Reach:
         """The operations that compute these results, and the whole arrays that they read.

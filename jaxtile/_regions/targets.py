@@ -204,7 +204,7 @@ class Targets:
                 stored.add(value)
             elif node is None or is_held(value, self._stored):
                 return None
-            elif node.rule.by_position or not any(v.tiled for v in node.inputs):
+            elif node.by_position or not any(v.tiled for v in node.inputs):
                 pending.extend(node.inputs)
             else:
                 return None

@@ -39,14 +39,13 @@ from .alike import Work, order, zero
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
 from .in_place import are_parts, chosen, places
 from .kinds import Kind
-from .ordering import after, on_host, to_host, zeros_after
+from .ordering import after, on_host, zeros_after
 from .recompute import RECOMPUTED, Given, Saved
-from .slots import Row, Slots, add, write, zeros_on_host
+from .slots import Row, Slots, Zeros, add, allocated_on_host, write, zeros_on_host
 from .tile import Layout, State, Tile, reducer
 
 Sums = tuple[list[Array], list[Array]]
 """Of cotangents of the wanted inputs, and of the wanted globals."""
-Zeros = Callable[[Sequence[int], Any], Array]
 Put = tuple[Callable[..., Array], Slots]
 """Write or add, and where."""
 
@@ -87,7 +86,8 @@ class Loop:
         `wanted`: what is being differentiated, if anything is.
         """
         tile, targets = self.tile, self.region.targets
-        zeros = zeros_after([*inputs, *globals_])
+        # The newest ones: several loops may read the same first input.
+        zeros = zeros_after(inputs[::-1], globals_[::-1])
         carry = [
             self._start(t) if t.reduction else (self._empty(k, t.value.aval.dtype, zeros),)
             for k, t in enumerate(targets)
@@ -151,10 +151,12 @@ class Loop:
         back = np.argsort(np.concatenate([kind.tiles for kind in self.kinds]))
         return carry, jax.tree.map(lambda *out: jnp.concatenate(out)[back], *outs)
 
-    def _empty(self, k: int, dtype: Any, zeros: Zeros = jnp.zeros) -> Array:
+    def _empty(self, k: int, dtype: Any, zeros: Zeros) -> Array:
         """What the tiles of target `k` are written to."""
         shape = self.tile.layout.shape(self.region.targets[k].result)
-        return to_host(zeros(shape, dtype)) if self.hosted[k] else zeros(shape, dtype)
+        if self.hosted[k]:
+            return allocated_on_host(zeros, shape, dtype, k + 1)
+        return zeros(shape, dtype)
 
     def _start(self, target: Target) -> State:
         """The state of a reduction before the first tile: the same number everywhere."""
@@ -259,11 +261,11 @@ class Loop:
             k for k, t in enumerate(targets) if jnp.issubdtype(t.result.aval.dtype, jnp.inexact)
         ]
         dtypes = [targets[k].result.aval.dtype for k in floats]
-        zeros = [
-            self._empty(k, accumulation_dtype(dtype) if targets[k].reduction else dtype)
+        empty = [
+            self._empty(k, accumulation_dtype(dtype) if targets[k].reduction else dtype, zeros_after())
             for k, dtype in zip(floats, dtypes, strict=True)
         ]
-        carry, rows = as_varying_as((zeros, rows), [*there(inputs), *globals_])
+        carry, rows = as_varying_as((empty, rows), [*there(inputs), *globals_])
 
         def body(carry: Arrays, xs: Any) -> tuple[list[Array], None]:
             row, remembered = list(xs[0]), xs[1]
@@ -296,13 +298,23 @@ class Loop:
             shape = tile.layout.shape(value)
             if given.hosted and given.hosted[i]:
                 if first is None:
-                    first = zeros_on_host(zeros, shape, value.aval.dtype, tiles)
+                    first = self._begun_on_host(i, tiles, zeros)
                 sums.append(first)
                 continue
             dtype = tile.sum_dtype(value, slots, tiles)
             sums.append(zeros(shape, dtype) if first is None else first.astype(dtype))
         wanted = select(globals_, given.wanted[1])
         return sums, [zeros(x.shape, accumulation_dtype(x.dtype)) for x in wanted]
+
+    def _begun_on_host(self, i: int, tiles: int, zeros: Zeros) -> Array:
+        """What the cotangents of input `i` are put into. If tiles read parts of it, they write all
+        of it; else they add to zeros.
+        """
+        value = self.region.inputs[i]
+        shape, dtype = self.tile.layout.shape(value), value.aval.dtype
+        if self.parted[i]:
+            return allocated_on_host(zeros, shape, dtype, i + 1)
+        return zeros_on_host(zeros, shape, dtype, i + 1, tiles)
 
     def added(
         self, carry: Sums, pulled: Sums, wanted: Wanted, row: Row, put: Sequence[Put] = ()

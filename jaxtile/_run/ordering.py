@@ -72,11 +72,18 @@ def zeros_after(*groups: Cotangents) -> Callable[..., Array]:
     Zeros depend on nothing, so XLA may allocate the accumulators of all loops before the first one
     runs; and it makes all zeros of a shape one array, which a loop that adds to them must copy. A
     cotangent may be a constant, and its zero too, so a second group must be something that is not.
+
+    Zeros with another `number` are other zeros to XLA: arrays of one shape and one loop, which is
+    needed where a copy is slow.
     """
     zero = _zero_of(*map(there, groups))
-    if zero is None:
-        return jnp.zeros
-    return lambda shape, dtype: lax.broadcast(zero.astype(dtype), shape)
+
+    def zeros(shape: Sequence[int], dtype: Any, number: int = 1) -> Array:
+        if zero is None:
+            return jnp.zeros(shape, dtype)
+        return lax.broadcast((zero if number == 1 else zero * number).astype(dtype), shape)
+
+    return zeros
 
 
 def to_host(x: Array) -> Array:

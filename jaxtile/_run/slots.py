@@ -11,20 +11,26 @@ from jax import lax
 
 from .._regions.tile import Slot, at
 from .arrays import Array
-from .ordering import on_host, to_device, to_host
+from .ordering import on_host, settled, to_device, to_host
 
 Row = Sequence[Any]
 """The positions of one tile: a row of the table."""
+Zeros = Callable[..., Array]
+"""Of a shape and a type; and a number, by which they differ from others."""
 Slots = Sequence[tuple[Slot, int]]
 """Per dimension of an array, where a tile's window begins, and its size."""
 
 
 def window(x: Array, slots: Slots, row: Row) -> Array:
-    """The window of this tile, on the device."""
+    """The window of this tile, on the device.
+
+    What comes from host memory is settled: else XLA makes a part that is cut out of the window a
+    window of its own, and reads that from there too.
+    """
     if not _whole(x, slots):
         sizes = [size for _, size in slots]
         x = lax.dynamic_slice(x, _starts(slots, row), sizes, allow_negative_indices=False)
-    return to_device(x) if on_host(x) else x
+    return settled([to_device(x)])[0] if on_host(x) else x
 
 
 def write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
@@ -36,18 +42,21 @@ def write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     return lax.dynamic_update_slice(x, tile, _starts(slots, row), allow_negative_indices=False)
 
 
-def zeros_on_host(
-    zeros: Callable[..., Array], shape: Sequence[int], dtype: Any, steps: int
-) -> Array:
-    """Zeros in host memory, written in so many steps; `zeros` makes them on the device.
+def allocated_on_host(zeros: Zeros, shape: Sequence[int], dtype: Any, number: int) -> Array:
+    """An array in host memory for loops to write all of: XLA leaves out what it is filled with.
 
-    They have to be written. Where an array is allocated there for a loop to write to, XLA leaves
-    out what it was filled with.
+    `number`: of the arrays of a loop. Those that are the same to XLA are copied, at 2 GB/s.
     """
-    x = to_host(zeros(shape, dtype))
-    d = int(np.argmax(shape))
+    return to_host(zeros(shape, dtype, number))
+
+
+def zeros_on_host(zeros: Zeros, shape: Sequence[int], dtype: Any, number: int, steps: int) -> Array:
+    """Zeros in host memory, written in so many steps; `zeros` makes them on the device."""
+    x = allocated_on_host(zeros, shape, dtype, number)
+    # The further in front the dimension, the longer are the runs of bytes that are written.
+    d = next((d for d, n in enumerate(shape) if n >= steps), int(np.argmax(shape)))
     size = -(-shape[d] // steps)
-    part = zeros([size if i == d else n for i, n in enumerate(shape)], dtype)
+    part = zeros([size if i == d else n for i, n in enumerate(shape)], dtype, number)
 
     def body(i: Array, x: Array) -> Array:
         start = jnp.minimum(i * size, shape[d] - size)
