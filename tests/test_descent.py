@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 import math
 import pathlib
@@ -25,8 +27,8 @@ from jaxtile._plan.planner import default_step
 from jaxtile._plan.solver import Stage, fastest, measured
 from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
-from .support import assert_close, parametrize_few
-from .test_again import Results, arguments, network, tiled
+from .support import assert_close, conv, parametrize_few
+from .test_again import Results, arguments, network, normed, tiled
 
 AXES = (None, (1, 2))
 MODES = {"whole": "whole", "once": (1, 1), "tiles": (4, 4)}
@@ -141,6 +143,59 @@ def test_what_the_solver_finds_is_made_to_fit():
     assert found.seconds < 1.1 * costs.estimate(begun).seconds
 
 
+def bottlenecks(params, x, *, fast=True):
+    """Blocks of which only the second of three convolutions reads around a position."""
+    for kernels in params:
+        y = x
+        for kernel in kernels:
+            y = jax.nn.softplus(normed(conv(y, kernel), 1.0, fast))
+        x = x + y
+    return jnp.mean(x**3)
+
+
+@pytest.mark.parametrize("fast", [True, False])  # the variance from the mean, in a second pass
+@pytest.mark.parametrize("places", ["kkkkkk", "ikiiki", "iipiip", "pipipi", "ihiihi", "iiiiii"])
+def test_estimates_are_of_the_loops_that_run(places, fast):
+    """Statistics ride along where what they are of is made, or have a loop of their own."""
+    kernels = [jax.ShapeDtypeStruct((k, k, 2, 2), jnp.float64) for k in (1, 3, 1)] * 2
+    params, x = (kernels[:3], kernels[3:]), jax.ShapeDtypeStruct((1, 64, 64, 2), jnp.float64)
+    fun = functools.partial(bottlenecks, fast=fast)
+    outline = jaxtile.policy.outline(fun, params, x, in_axes=AXES)
+    costs = Assignments(outline, BUILT_IN["gpu"])
+    states = {"k": KEPT, "p": PASSING, "i": INSIDE, "h": HOSTED}
+    given = assigned(costs, [states[s] for s in places], Mode((4, 4), tiled_forward=True))
+    stages = as_candidate(costs, given)
+    chosen = {name: c for s in stages.stages for name, c in s.choices.items()}
+    tiled = jaxtile.checkpoint(fun, in_axes=AXES, policy=Chosen(chosen | {...: stages.rest}))
+    loops = re.findall(r"\bscan\[", str(jax.make_jaxpr(tiled)(params, x)))
+    assert len(costs.estimate(given).regions) == len(loops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    choices: dict
+
+    def choose(self, outline):
+        return self.choices
+
+
+def test_what_is_estimated_is_what_runs():
+    """A schedule says of stored results how they are computed; all else follows from that."""
+    resnet = problem("resnet50", (1, 256, 256, 3), jnp.bfloat16, abstract=True)
+    outline = jaxtile.policy.outline(resnet.loss, *resnet.arguments, in_axes=resnet.in_axes)
+    costs = Assignments(outline, BUILT_IN["gpu"])
+    descent = Descent(costs, grids(outline))
+    descent.smallest()
+    every = [found.assignment for found in descent.seen()]
+    assert len(every) > 1000
+    for found in every[:: len(every) // 50]:
+        stages = as_candidate(costs, found)
+        chosen = {name: c for s in stages.stages for name, c in s.choices.items()}
+        again = Assignment.of(chosen | {...: stages.rest}, outline)
+        assert costs.estimate(again).seconds == costs.estimate(found).seconds
+        assert costs.estimate(again).peak == costs.estimate(found).peak
+
+
 @pytest.mark.slow
 def test_planned_with_norms():
     """The plan fits, says what is not kept, survives a file, and gives the same gradients."""
@@ -187,9 +242,7 @@ def test_bytes_that_are_moved_to_host_memory_and_back(places, kernel):
     """As many as the program moves, but for halos, and windows of the image."""
     params, _ = arguments(layers=4, size=(1, 2048, 2048, 2), kernel=kernel)
     x = jax.ShapeDtypeStruct((1, 2048, 2048, 2), jnp.float64)
-    costs = Assignments(
-        jaxtile.policy.outline(network, params, x, in_axes=AXES), BUILT_IN["gpu"]
-    )
+    costs = Assignments(jaxtile.policy.outline(network, params, x, in_axes=AXES), BUILT_IN["gpu"])
     states = {"h": HOSTED, "p": PASSING, "r": RESTORED}
     given, kept = (
         costs.estimate(

@@ -13,6 +13,7 @@ from experiments.devices.hosts import Devices
 from experiments.program.config import base
 from experiments.training.feed import placed
 from jaxtile import TilingError
+from jaxtile._platform import tracing_for
 from jaxtile._run.ordering import typed
 
 from .support import assert_close, conv, normal
@@ -127,6 +128,31 @@ def test_what_is_offloaded_is_moved_by_window(tiles):
     sizes = [*moved(jax.make_jaxpr(step)(W, x, LABELS).jaxpr)]
     assert len(sizes) > 5
     assert max(sizes) < 2 * 7 * 6 * 4
+
+
+def test_a_window_is_read_once():
+    """What is cut out of a window is not read from host memory again: a barrier keeps them apart,
+    since XLA makes one slice of two.
+    """
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES, tiles=(3, 2), policy=OFFLOADED)
+    with tracing_for("gpu"):
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(tiled))(W, image(np.uint8), LABELS).jaxpr
+    readers = [*readers_of_windows(jaxpr)]
+    assert len(readers) >= 4  # forwards and backwards; the sum of cotangents, and that sum itself
+    assert set(readers) == {"optimization_barrier"}
+
+
+def readers_of_windows(jaxpr):
+    """What reads, in loops, what has come from host memory."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            puts = [e for e in body.eqns if e.primitive.name == "device_put"]
+            windows = [e.outvars[0] for e in puts if on_host(e.invars[0])]
+            for e in body.eqns:
+                yield from (e.primitive.name for v in e.invars if v in windows)
+        for inner in jaxprs_in_params(eqn.params):
+            yield from readers_of_windows(inner)
 
 
 def stretch(w, x):

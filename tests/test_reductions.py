@@ -161,6 +161,34 @@ def test_statistics_of_a_stored_value_have_no_loop_of_their_own():
     assert [use.name for use in second.writes] == ["output"]
 
 
+@parametrize_few(
+    "by_position, fun",
+    [
+        (True, lambda y, w: conv(y, w[:1, :1])),
+        (True, lambda y, w: jnp.einsum("bhwc,cd->bhwd", y, w[0, 0])),
+        (True, lambda y, w: jnp.swapaxes(conv(y, w[:1, :1]), 1, 2)),
+        (False, lambda y, w: conv(y, w)),
+        (False, lambda y, w: conv(y, w[:1, :1], 2)),
+        (False, lambda y, w: conv(y[:, ::-1], w[:1, :1])),
+    ],
+    always=3,
+)
+def test_statistics_of_what_follows_position_by_position(by_position, fun):
+    """Those of a convolution of one pixel are added up where its image is made."""
+
+    def network(p, x):
+        y = checkpoint_name(jax.nn.softplus(conv(x, p["w"])), "y")
+        z = fun(y, p["v"])
+        return jnp.sum(jnp.tanh(z - (z * z).mean((0, 1, 2))))
+
+    params = {"w": PARAMS["w"], "v": normal(3, 3, 3, PARAMS["w"].shape[-1], 2)}
+    policy = jax.checkpoint_policies.save_only_these_names("y")
+    options = {"in_axes": (None, (1, 2)), "tiles": (3, 2), "policy": policy}
+    assert_same(network, params, IMAGE, **options)
+    first = jaxtile.explain(network, params, IMAGE, **options).regions[0]
+    assert [use.name for use in first.writes] == ["y", "reduce_sum"][: 1 + by_position]
+
+
 def test_weights_reshaped_to_a_map_of_one_row():
     def fun(p, x):
         rows = jnp.concatenate([x, p["m"].reshape(1, 1, 4, 4)], 0)

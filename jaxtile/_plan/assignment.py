@@ -221,7 +221,8 @@ class Assignments:
         first = {i: r.end for r in reversed(regions) for i in (*r.reads, *r.sources)}
         return max(
             sum(
-                size[k] * ((k in inside and first.get(k, k) <= r.end) + (k <= r.end <= last.get(k, k)))
+                size[k]
+                * ((k in inside and first.get(k, k) <= r.end) + (k <= r.end <= last.get(k, k)))
                 for k in hosted
             )
             for r in regions

@@ -26,6 +26,7 @@ import numpy as np
 from .._graph.operations import Operation
 from .._graph.sample import Sample
 
+
 class Timing(NamedTuple):
     """Of one class of operations, on so many positions: seconds forwards, and of the gradients."""
 

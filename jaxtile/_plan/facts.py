@@ -7,6 +7,7 @@ reductions that read the same, one stands for all. What is left are `parts`, wit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from ..policy import Outline
 from ..policy._demands import Demand
@@ -46,12 +47,13 @@ class Facts:
 
     def _contract(self) -> None:
         """What each operation reads, without operations that are part of their readers; and of
-        reductions that read the same, one for all.
+        reductions that read the same, and await the same others, one for all.
         """
         self.reads: list[list[tuple[int, Line]]] = []
+        self.awaits: list[frozenset[int]] = []
         kept: set[int] = set()
         hidden: list[list[int]] = [[] for _ in range(self.n)]
-        first: dict[tuple[int, ...], int] = {}
+        first: dict[Any, int] = {}
         stands_for = list(range(self.n))
         for k, part in enumerate(self.outline.parts):
             read: list[tuple[int, Line]] = []
@@ -62,9 +64,12 @@ class Facts:
                     read += [(i, line) for i, _ in self.reads[j]]
                     hidden[k] += [j, *hidden[j]]
             self.reads.append(read)
+            awaited = (r for j in (k, *hidden[k]) for r in self.outline.parts[j].awaits)
+            self.awaits.append(frozenset(stands_for[r] for r in awaited))
             fused = k not in self.durations and not self.held[k] and self.by_position[k]
             if self.reduces[k]:
-                stands_for[k] = first.setdefault(tuple(i for i, _ in read), k)
+                alike = tuple(i for i, _ in read), self.awaits[k]
+                stands_for[k] = first.setdefault(alike, k)
             elif not self.tiled[k] or (fused and k not in self.outline.outputs):
                 continue
             if stands_for[k] == k:
@@ -73,10 +78,6 @@ class Facts:
         self.whole = {k for k in kept if self.tiled[k] and k not in self.outline.outputs}
         """Results that may be whole arrays; those of the function are in any case."""
         self.inputs = [[i for i, _ in read] for read in self.reads]
-        self.awaits = [
-            frozenset(stands_for[r] for j in (k, *hidden[k]) for r in self.outline.parts[j].awaits)
-            for k in range(self.n)
-        ]
 
     def narrows(self) -> dict[int, int]:
         """Results that are read later, while nothing else that was made before them is; and where,

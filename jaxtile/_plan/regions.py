@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Facts, bits
@@ -62,9 +62,9 @@ class Regions:
             key: Any = k
             if facts.reduces[k]:
                 # It follows a whole array, or is one of several that are computed from the same.
-                follows = len(reads) == 1 and all(facts.by_position[i] for i in own[:-1])
-                carrier = found.get(reads[0]) if follows else None
-                key = reads[0] if carrier and not in_one else (*reads, -1, *own[:-1])
+                awaited = frozenset(r for i in own for r in facts.awaits[i])
+                first = reads[0] if len(reads) == 1 and self._follows(own, awaited, reads[0]) else k
+                key = first if first in found and not in_one else (reads, own[:-1], awaited)
             if key in found:
                 found[key].own = tuple(sorted({*found[key].own, *own}))
                 continue
@@ -76,6 +76,12 @@ class Regions:
             found[k] = Region(k, own, reads, modes[k])
             inside &= ~bits(own)
         return sorted(found.values(), key=lambda r: r.end)
+
+    def _follows(self, own: Sequence[int], awaited: Collection[int], first: int) -> bool:
+        """Do operations compute, position by position, from one result and what was there before
+        it?
+        """
+        return all(self.facts.by_position[i] for i in own[:-1]) and all(r < first for r in awaited)
 
     def grouped(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
         """What each region computes of its inputs, and what groups restore: seconds for that."""

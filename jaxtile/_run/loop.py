@@ -262,7 +262,9 @@ class Loop:
         ]
         dtypes = [targets[k].result.aval.dtype for k in floats]
         empty = [
-            self._empty(k, accumulation_dtype(dtype) if targets[k].reduction else dtype, zeros_after())
+            self._empty(
+                k, accumulation_dtype(dtype) if targets[k].reduction else dtype, zeros_after()
+            )
             for k, dtype in zip(floats, dtypes, strict=True)
         ]
         carry, rows = as_varying_as((empty, rows), [*there(inputs), *globals_])
