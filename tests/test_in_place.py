@@ -31,7 +31,7 @@ def network(params, x):
 def arguments(height=8, width=12, channels=3):
     params = [normal(0, 1, 1, 2, channels)]
     params += [normal(k, 3, 3, channels, channels) for k in (1, 2)]
-    params += [normal(3, 1, 1, channels, 2)]
+    params += [normal(3, 3, 3, channels, 2)]
     return params, normal(4, 2, height, width, 2)
 
 
@@ -87,7 +87,7 @@ def test_gradients_and_where_they_lie(state, grid, shared, monkeypatch):
 def test_one_array_less():
     """The ends of blocks are never kept, so at the peak there are their cotangents only."""
     args = jax.eval_shape(functools.partial(arguments, 64, 64, 16))
-    policy = Blocks((4, 4), "passing")
+    policy = Blocks((8, 8), "passing")
 
     def temporaries():
         tiled = jaxtile.checkpoint(network, in_axes=(None, (1, 2)), policy=policy)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +61,14 @@ class Estimate:
         return float(self.needs.max(initial=0.0))
 
 
+class Beside(NamedTuple):
+    """Inputs of a loop of which every tile reads the part that it writes of its result."""
+
+    parts: Sequence[int] = ()
+    of_its_shape: Sequence[int] = ()
+    """Those whose place the result can take."""
+
+
 class Assignments:
     """What assignments for one outline cost."""
 
@@ -68,7 +76,7 @@ class Assignments:
         self.costs, self.facts = costs, Facts(outline, costs)
         self.regions = Regions(self.facts)
         self.of_regions = RegionCosts(self.facts, costs)
-        self._beside: dict[tuple[int, ...], list[int]] = {}
+        self._beside: dict[Any, Beside] = {}
         self._segments: dict[Any, Segment] = {}
 
     def estimate(self, given: Assignment) -> Estimate:
@@ -163,8 +171,9 @@ class Assignments:
         times |= {} if joint not in times else {joint: 0}
         for region in regions:
             for i in times.keys() & set(region.reads):
-                begins = last[i] == region.end
-                times[i] += 4 + (0 if not begins else -1 if i in self._parts(region) else 1)
+                times[i] += 4
+                if last[i] == region.end:
+                    times[i] += -1 if i in self._beside_result(region).parts else 1
             for i in region.sources:
                 if i in times:
                     times[i] += 1
@@ -242,33 +251,33 @@ class Assignments:
             last[i] == region.end and states[i] == PASSING for i in self._in_place(region)
         )
 
-    def _in_place(self, region: Region) -> Iterable[int]:
+    def _in_place(self, region: Region) -> Sequence[int]:
         """What a loop reads where it writes its result, and nowhere else."""
-        parts = self.facts.outline.parts
-        whole = parts[region.end].operation.output.shape
-        return (i for i in self._parts(region) if parts[i].operation.output.shape == whole)
+        return self._beside_result(region).of_its_shape
 
-    def _parts(self, region: Region) -> Sequence[int]:
-        """Inputs of a loop of which every tile reads the part that it writes of its result."""
-        end, grid = region.end, region.mode.grid
-        if not isinstance(grid, tuple) or math.prod(grid) == 1:  # without a loop XLA decides
-            return ()
-        lengths = self.facts.outline.parts[end].lengths
-        divide = all(n % g == 0 for n, g in zip(lengths, grid, strict=True))
-        return self._parallel(region.own) if divide else ()
+    def _beside_result(self, region: Region) -> Beside:
+        end, own, grid = region.end, region.own, region.mode.grid
+        if (own, end, grid) not in self._beside:
+            parts, found = self.facts.outline.parts, Beside()
+            lengths, whole = parts[end].lengths, parts[end].operation.output.shape
+            if isinstance(grid, tuple) and math.prod(grid) > 1:  # without a loop XLA decides
+                divide = all(n % g == 0 for n, g in zip(lengths, grid, strict=True))
+                read = self._parallel(own) if divide else []
+                same = [i for i in read if parts[i].operation.output.shape == whole]
+                found = Beside(read, same)
+            self._beside[own, end, grid] = found
+        return self._beside[own, end, grid]
 
-    def _parallel(self, own: tuple[int, ...]) -> list[int]:
+    def _parallel(self, own: Sequence[int]) -> list[int]:
         """What operations read of other regions at those positions only that they compute."""
-        if own not in self._beside:
-            beside, inside = dict.fromkeys(own, True), set(own)
-            found: dict[int, bool] = {}
-            for k in reversed(own):
-                for i, line in self.facts.reads[k]:
-                    same = beside[k] and all(d.scale == 1 and not d.halo for d in line)
-                    seen = beside if i in inside else found
-                    seen[i] = seen.get(i, True) and same
-            self._beside[own] = [i for i, same in found.items() if same]
-        return self._beside[own]
+        beside, inside = dict.fromkeys(own, True), set(own)
+        found: dict[int, bool] = {}
+        for k in reversed(own):
+            for i, line in self.facts.reads[k]:
+                same = beside[k] and all(d.scale == 1 and not d.halo for d in line)
+                seen = beside if i in inside else found
+                seen[i] = seen.get(i, True) and same
+        return [i for i, same in found.items() if same]
 
 
 def _last_reads(regions: Sequence[Region]) -> dict[int, int]:

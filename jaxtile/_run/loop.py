@@ -86,8 +86,9 @@ class Loop:
         `wanted`: what is being differentiated, if anything is.
         """
         tile, targets = self.tile, self.region.targets
-        # The newest ones: several loops may read the same first input.
-        zeros = zeros_after(inputs[::-1], globals_[::-1])
+        # In host memory, zeros of each loop must differ, and several may read the same first input.
+        newest = inputs[::-1], globals_[::-1]
+        zeros = zeros_after(*(newest if any(self.hosted) else [[*inputs, *globals_]]))
         carry = [
             self._start(t) if t.reduction else (self._empty(k, t.value.aval.dtype, zeros),)
             for k, t in enumerate(targets)
