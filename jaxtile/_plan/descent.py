@@ -107,8 +107,10 @@ class Descent:
         begun = [self._improved(f, room, single=False) for f in dict.fromkeys(begun)]
         found = sorted(begun, key=lambda f: f.seconds)[:_IMPROVED]
         found = [self._shaken(self._refined(f, room), room, times=1) for f in found]
-        best, before = min(found, key=lambda f: f.seconds), math.inf
-        while best.seconds < _WORTHWHILE * before:
+        best = self._shaken(min(found, key=lambda f: f.seconds), room, times=_IMPROVED)
+        before = math.inf
+        # With host memory it began far from what is best: spans know nothing of that.
+        while self.host and best.seconds < _WORTHWHILE * before:
             before = best.seconds
             best = self._shaken(self._refined(best, room), room, times=_IMPROVED)
         self._answers = [best, *self._answers][:_IMPROVED]
