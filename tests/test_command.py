@@ -119,6 +119,7 @@ def test_what_is_installed_trains_predicts_and_sweeps(tmp_path):
     assert " ms" in told
 
 
+@pytest.mark.slow
 def test_a_notebook_starts_programs():
     """Its kernel tells matplotlib, in all that it starts, to draw into the notebook."""
     code = "from experiments.training import pictures; print(pictures.plt.get_backend())"

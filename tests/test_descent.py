@@ -158,7 +158,7 @@ def blocks():
     return [kernels, kernels], jax.ShapeDtypeStruct((1, 64, 64, 2), jnp.float64)
 
 
-@pytest.mark.parametrize("fast", [True, False])  # the variance from the mean, in a second pass
+@parametrize_few("fast", [True, False])  # the variance from the mean, in a second pass
 @pytest.mark.parametrize("places", ["kkkkkk", "ikiiki", "iipiip", "pipipi", "ihiihi", "iiiiii"])
 def test_estimates_are_of_the_loops_that_run(places, fast):
     """Statistics ride along where what they are of is made, or have a loop of their own."""

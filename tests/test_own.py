@@ -444,6 +444,7 @@ def evaluated(config, workdir):
     return found(learner.weights()), learner, eval_set
 
 
+@pytest.mark.slow
 def test_files_of_numbers(tmp_path):
     """Images of float32 that keep their values, holes in images and targets, files of two sizes."""
     rng = np.random.default_rng(0)

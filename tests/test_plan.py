@@ -201,6 +201,7 @@ def test_by_name_inside_other_transformations():
     assert_close(gradient(WEIGHTS, IMAGE), plain)
 
 
+@pytest.mark.slow
 def test_the_step_that_counts_is_the_users():
     """A step that donates its weights, and has a momentum."""
 
@@ -441,6 +442,7 @@ def test_more_memory_never_costs_time(name):
     assert times[0] <= found[-1].seconds
 
 
+@pytest.mark.slow
 def test_an_axis_of_one_position():
     """A batch of one whose axis is tiled: no grid has tiles along it."""
     outline = jaxtile.policy.outline(network, WEIGHTS, IMAGE, in_axes=(None, (0, 1, 2)))

@@ -286,6 +286,7 @@ def test_a_program_that_is_stopped_goes_on(tmp_path, name, file):
     assert len(files) >= 1
 
 
+@pytest.mark.slow
 def test_masks_have_pyramids_names_colours_and_a_place_on_earth(tmp_path):
     """VALID: the mask begins at pixel (8, 8), and so do its coordinates."""
     workdir = tmp_path / "run"
