@@ -190,7 +190,8 @@ class Targets:
     def _carrier(self, reduction: Node) -> Value | None:
         """The stored value that this reduction follows position by position, if there is one.
 
-        Whatever else it needs must be there before the region of that value runs.
+        Whatever else it needs must be there before the region of that value runs. (What reads
+        around a position would be exact, too, but would make the region's windows larger.)
         """
         stored: set[Value] = set()
         others: list[Value] = []

@@ -300,6 +300,7 @@ class Loop:
             first = given.begun[i] if given.begun else None
             shape = tile.layout.shape(value)
             if given.hosted and given.hosted[i]:
+                assert given.begun, "what is added to must be zeros"
                 if first is None:
                     first = self._begun_on_host(i, tiles, zeros)
                 sums.append(first)
@@ -315,7 +316,7 @@ class Loop:
         """
         value = self.region.inputs[i]
         shape, dtype = self.tile.layout.shape(value), value.aval.dtype
-        if self.parted[i]:
+        if self.parted[i]:  # `pull` has them written, since nothing has begun
             return allocated_on_host(zeros, shape, dtype, i + 1)
         return zeros_on_host(zeros, shape, dtype, i + 1, tiles)
 
