@@ -106,24 +106,31 @@ class Window:
 def partition(axis: int, length: int, tiles: int, devices: int = 1) -> Window:
     """`tiles` windows of equal size that cover `[0, length)`; or that many on each device.
 
-    Where the length does not divide, neighbours share one position; it belongs to the later one.
-    Devices have blocks as if they were tiles, and their tiles lie inside their blocks.
+    Where the length does not divide, the last tile shares positions with the one before, which
+    belong to the last. If it would share all of them, neighbours share one position each instead,
+    so that every tile has something of its own. Devices have blocks as if they were tiles of the
+    second sort, and their tiles lie inside their blocks.
 
     >>> partition(0, 10, 4)
-    Window(axis=0, starts=[0, 2, 5, 7], size=3)
+    Window(axis=0, starts=[0, 3, 6, 7], size=3)
+    >>> partition(0, 10, 8)
+    Window(axis=0, starts=[0, 1, 2, 3, 5, 6, 7, 8], size=2)
     >>> partition(0, 10, 2, devices=4)
     Window(axis=0, starts=[0, 1, 2, 3, 5, 6, 7, 8], size=2)
     """
     blocks, size = np.arange(devices, dtype=np.int64) * length // devices, -(-length // devices)
-    inside = np.arange(tiles, dtype=np.int64) * size // tiles
-    return Window(axis, (blocks[:, None] + inside).reshape(-1), -(-size // tiles))
+    numbers, tile = np.arange(tiles, dtype=np.int64), -(-size // tiles)
+    inside = np.minimum(numbers * tile, size - tile)
+    if (tiles - 1) * tile >= size:
+        inside = numbers * size // tiles
+    return Window(axis, (blocks[:, None] + inside).reshape(-1), tile)
 
 
 def owned(window: Window, length: int) -> np.ndarray:
     """How many leading positions of each tile of a partition belong to that tile and to no other.
 
     >>> owned(partition(0, 10, 4), 10).tolist()
-    [2, 3, 2, 3]
+    [3, 3, 1, 3]
     """
     return np.diff(window.starts, append=length)
 

@@ -29,7 +29,9 @@ from .costs import Costs
 from .facts import Facts, bits
 from .region_costs import RegionCosts
 from .regions import Region, Regions
-from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment
+from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+
+_ENDS = 3  # strips of a loop during which nothing else is computed, or sent
 
 
 class Segment(NamedTuple):
@@ -69,6 +71,28 @@ class Beside(NamedTuple):
     """Those whose place the result can take."""
 
 
+@dataclasses.dataclass
+class Traffic:
+    """Bytes that a loop moves from host memory and to it."""
+
+    fetched: float = 0.0
+    sent: float = 0.0
+    added: float = 0.0
+    """Fetched too, to be added to and sent."""
+
+    def waited(self, mode: Mode, computing: float, link: float) -> float:
+        """Seconds beyond those of computing. In strips transfers run beside that, both ways at
+        once, but for the tiles at the ends, and for sums: one is sent before it is fetched again.
+        """
+        together = (self.fetched + self.sent + self.added) / link
+        if not mode.strips:
+            return together
+        assert isinstance(mode.grid, tuple)
+        ends = min(1.0, _ENDS / mode.grid[0])
+        beside = max(self.fetched + self.added, self.sent) / link
+        return ends * together + (1 - ends) * (max(0.0, beside - computing) + self.added / link)
+
+
 class Assignments:
     """What assignments for one outline cost."""
 
@@ -76,6 +100,7 @@ class Assignments:
         self.costs, self.facts = costs, Facts(outline, costs)
         self.regions = Regions(self.facts)
         self.of_regions = RegionCosts(self.facts, costs)
+        self._link = costs.host_bandwidth or math.inf
         self._beside: dict[Any, Beside] = {}
         self._segments: dict[Any, Segment] = {}
 
@@ -161,24 +186,32 @@ class Assignments:
         joint: int | None,
         last: Mapping[int, int],
     ) -> float:
-        """Seconds to move values in host memory and their cotangents, there and back.
+        """Seconds that regions wait for values in host memory and their cotangents.
 
         A value is written, and the region that made it reads its sum of cotangents. Every region
         that reads it does so in both passes, and reads and writes the sum; but the sum begins with
         zeros that are written, or, if tiles read parts, with what the first of them writes.
         """
-        times = dict.fromkeys(hosted, 2)
-        times |= {} if joint not in times else {joint: 0}
+        size, there, seconds = self.facts.bytes, set(hosted), 0.0
         for region in regions:
-            for i in times.keys() & set(region.reads):
-                times[i] += 4
-                if last[i] == region.end:
-                    times[i] += -1 if i in self._beside_result(region).parts else 1
-            for i in region.sources:
-                if i in times:
-                    times[i] += 1
-        moved = sum(self.facts.bytes[k] * n for k, n in times.items())
-        return moved / (self.costs.host_bandwidth or math.inf)
+            first, again = Traffic(), Traffic()
+            if region.end in there and region.end != joint:
+                first.sent += size[region.end]
+                again.fetched += size[region.end]
+            for i in there.intersection(region.reads):
+                first.fetched += size[i]
+                again.fetched += size[i]
+                again.sent += size[i]
+                if last[i] != region.end:
+                    again.added += size[i]
+                elif i not in self._beside_result(region).parts:
+                    again.added += size[i]
+                    seconds += size[i] / self._link
+            again.fetched += sum(size[i] for i in there.intersection(region.sources))
+            cost = region.cost
+            seconds += first.waited(region.mode, cost.first, self._link)
+            seconds += again.waited(region.mode, cost.seconds - cost.first, self._link)
+        return seconds
 
     def _needs(
         self,

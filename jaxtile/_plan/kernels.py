@@ -13,6 +13,7 @@ from ..policy import Outline
 from .costs import Costs, Duration
 
 _COUNTS = [2, 3, 4, 6, 8, 12, 16]  # tiles along an axis
+_THIN = 64  # positions along the first axis of a strip of the largest array
 _LARGE = 1024  # positions of a tile, along an axis: if so many are left, finer grids are tried too
 
 
@@ -85,3 +86,11 @@ def grids(outline: Outline) -> list[tuple[int, ...]]:
     counts = _COUNTS + [n for n in finer if n * _LARGE <= longest.max()]
     found += [grid(free, n) for n in counts]
     return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]
+
+
+def strips(outline: Outline) -> list[tuple[int, ...]]:
+    """Grids of tiles from edge to edge."""
+    longest = max((p.lengths[0] for p in outline.parts if p.tiled), default=0)
+    counts = [n * 2**i for i in range(2, 9) for n in (2, 3)]
+    fits = [n for n in counts if n * _THIN <= longest] or [n for n in counts[:2] if n <= longest]
+    return [(n, *[1] * (outline.rank - 1)) for n in fits]

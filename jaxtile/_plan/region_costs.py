@@ -35,13 +35,16 @@ class RegionCosts:
                 later += facts.held[k] if k < region.end else 0.0
             return Cost(0.0, forward + facts.bytes[region.end], backward)
         passing = tuple(i for i in region.reads if i in region.before)
+        hosted = tuple(i for i in (*region.reads, *region.sources) if states[i] == HOSTED)
         state = states[region.end]
-        key = (region.mode, state, passing, region.own, region.before)
+        key = (region.mode, state, passing, hosted, region.own, region.before)
         if key not in self._costs:
-            self._costs[key] = self._recomputed(region, passing, state)
+            self._costs[key] = self._recomputed(region, passing, hosted, state)
         return self._costs[key]
 
-    def _recomputed(self, region: Region, passing: Sequence[int], state: int) -> Cost:
+    def _recomputed(
+        self, region: Region, passing: Sequence[int], hosted: Sequence[int], state: int
+    ) -> Cost:
         """Of a region that is computed again, in tiles or in one piece."""
         facts, known = self.facts, state in (KEPT, HOSTED, RESTORED)
         grid, tiled_forward = region.mode
@@ -49,8 +52,9 @@ class RegionCosts:
         own, everything = set(region.own), sorted({*region.before, *region.own})
         share = self._shares(region, everything) if tiles > 1 else dict.fromkeys(everything, 1.0)
         read = {i for k in region.own for i in facts.inputs[k]}
-        seconds = 0.0 if tiled_forward else sum(facts.forward[k] for k in region.own)
-        seconds += (1 + tiled_forward) * (tiles > 1) * tiles * self.costs.loop
+        first = 0.0 if tiled_forward else sum(facts.forward[k] for k in region.own)
+        started = (tiles > 1) * tiles * self.costs.loop
+        first, again = first + tiled_forward * started, started
         for k in everything:
             if k not in facts.durations:
                 continue
@@ -59,14 +63,16 @@ class RegionCosts:
             )
             times = [forward] if k in region.before else []
             if k in own:
-                times += [backward, forward][: 1 + tiled_forward]
+                first += tiled_forward * forward * tiles
+                times.append(backward)
                 if not facts.reduces[k] and not (
                     k == region.end and self._given(k, known, k in read, grid == "whole")
                 ):
                     times.append(forward)
-            seconds += sum(times) * tiles
+            again += sum(times) * tiles
         if tiles > 1:
-            seconds += self._moved(region, tiled_forward)
+            once, later = self._moved(region)
+            first, again = first + tiled_forward * once, again + later
         tile = sum(share[k] * facts.held[k] for k in region.own if k != region.end)
         tile += sum(share[k] * facts.bytes[k] for k in passing)
         # A ReLU at the end is differentiated, and its result no longer needed, before the rest.
@@ -76,7 +82,21 @@ class RegionCosts:
         forward = self._at_once(region, share if tiled_forward else dict.fromkeys(region.own, 1.0))
         if tiled_forward and state != HOSTED:  # a loop writes tiles to all of its result
             forward += (1 - share[region.end]) * facts.bytes[region.end]
-        return Cost(seconds, forward, tile)
+        if region.mode.strips:
+            ahead = self._ahead(region, hosted, share)
+            ends = share[region.end] * facts.bytes[region.end] if state == HOSTED else 0.0
+            forward, tile = forward + ahead + ends, tile + 2 * ahead + ends
+        return Cost(first + again, forward, tile, first)
+
+    def _ahead(self, region: Region, hosted: Sequence[int], share: Mapping[int, float]) -> float:
+        """Bytes of the windows that come from host memory while another tile is computed."""
+        facts, inside = self.facts, share.keys()
+        windows = dict.fromkeys(hosted, 0.0)
+        for k in inside:
+            for i in facts.inputs[k]:
+                if i in windows:
+                    windows[i] = max(windows[i], share[k] * facts.bytes[i])
+        return sum(windows.values())
 
     def _given(self, end: int, known: bool, followed: bool, in_one: bool) -> bool:
         """Need the result of a region not be computed again? If it was kept, it is read, where
@@ -120,13 +140,16 @@ class RegionCosts:
             now += size[k] - done
         return most
 
-    def _moved(self, region: Region, tiled_forward: bool) -> float:
-        """Seconds to copy windows out of whole arrays, and tiles into them."""
+    def _moved(self, region: Region) -> tuple[float, float]:
+        """Seconds to copy windows out of whole arrays, and tiles into them: forwards, if that is in
+        tiles, and backwards.
+        """
         facts = self.facts
         read = sum(facts.bytes[i] for i in region.reads if i not in region.before)
         made = facts.bytes[region.end]
         cotangents = sum(facts.cotangent[i] for i in region.reads) + facts.cotangent[region.end]
-        return 2 * (read + cotangents + tiled_forward * (read + made)) / self.costs.bandwidth
+        both = 2 / self.costs.bandwidth
+        return both * (read + made), both * (read + cotangents)
 
     def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
         """Per operation, the share of its positions that a tile computes: from the last to the

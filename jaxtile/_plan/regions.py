@@ -23,6 +23,8 @@ class Cost(NamedTuple):
     seconds: float
     forward: float
     backward: float
+    first: float = 0.0
+    """Seconds of the forward pass, of all."""
 
 
 @dataclasses.dataclass

@@ -33,13 +33,14 @@ from .assignment import Assignments
 from .candidates import as_assignment, assigned, solved
 from .costs import Costs
 from .descent import Descent
-from .kernels import grids
+from .kernels import grids, strips
 from .measuring import COMPARING, step_seconds
 from .model import Model
 from .plan import Plan
 from .solver import Stage, fastest, measured, smallest
 from .spans import Spans
 from .stage import Candidate
+from .states import Mode
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
 _CANDIDATES = 6  # schedules that are compiled, once one fits
@@ -98,7 +99,7 @@ class Search:
         """Bytes of host memory for results that wait there, and how many a schedule should need
         by the model.
         """
-        self._prepare(grids(outline))
+        self._prepare([*grids(outline), *strips(outline)] if self.aim else grids(outline))
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
         self.trials: dict[Candidate, Bytes] = {}
@@ -111,9 +112,17 @@ class Search:
         """What finds schedules with these grids."""
         self.grids = grids
         self._smallest: Candidate | None = None
-        self.tables = self.model.stretches(grids)
-        self.descent = Descent(self.costs, grids, host=self.aim)
-        self.spans = Spans(self.costs, grids)
+        blocks = [grid for grid in grids if not Mode(grid, tiled_forward=True).strips]
+        self.tables, self.spans = self.model.stretches(blocks), Spans(self.costs, blocks)
+        self._descend()
+
+    def _descend(self) -> None:
+        """Searches on blocks and on strips. Transfers run beside strips only, so results wait in
+        host memory if there are strips.
+        """
+        strips = [grid for grid in self.grids if grid not in self.spans.grids]
+        self.descent = Descent(self.costs, self.spans.grids, host=0 if strips else self.aim)
+        self.strips = Descent(self.costs, strips, host=self.aim) if strips else None
 
     def run(self) -> Plan:
         while True:
@@ -270,7 +279,7 @@ class Search:
         if found.host > self.host:
             self.say(f"plan: host memory has room for {format_bytes(self.host)} only")
             self.aim = int(self.aim * _AIM * self.host / found.host)
-            self.descent = Descent(self.costs, self.grids, host=self.aim)
+            self._descend()
 
     def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""
@@ -302,15 +311,17 @@ class Search:
             found.append(dataclasses.replace(candidate, seconds=seconds))
             begun.append(assignment)
         within = self.spans.fastest(allowed["descent"])
-        best = self.descent.fastest(allowed["descent"], begun, within)
-        return found if best is None else [*found, assigned(self.costs, best.assignment)]
+        best = [self.descent.fastest(allowed["descent"], begun, within)]
+        if self.strips is not None:
+            best.append(self.strips.fastest(allowed["descent"]))
+        chosen = min((f for f in best if f is not None), key=lambda f: f.seconds, default=None)
+        return found if chosen is None else [*found, assigned(self.costs, chosen.assignment)]
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
-            found = [
-                solved(self.model, self.tables, smallest(self.tables)),
-                assigned(self.costs, self.descent.smallest().assignment),
-            ]
+            descents = [d for d in (self.descent, self.strips) if d is not None]
+            found = [assigned(self.costs, d.smallest().assignment) for d in descents]
+            found.append(solved(self.model, self.tables, smallest(self.tables)))
             self._smallest = min(found, key=lambda c: c.peak)
         return self._smallest
 

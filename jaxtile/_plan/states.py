@@ -47,6 +47,11 @@ class Mode(NamedTuple):
         """Is it a loop over tiles, forwards and backwards?"""
         return self.tiled_forward and isinstance(self.grid, tuple) and math.prod(self.grid) > 1
 
+    @property
+    def strips(self) -> bool:
+        """From edge to edge: then transfers from and to host memory run beside computation."""
+        return self.loops and isinstance(self.grid, tuple) and math.prod(self.grid[1:]) == 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:

@@ -14,7 +14,7 @@ each other, so that those at a border have their turn too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from .._graph.inline import any_call
+from .work import Work
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -29,57 +30,40 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ROUNDING = 64  # units in the last place of what is constant but for rounding
 
 
-class Work(NamedTuple):
-    """What a loop does for a tile, whose row of positions is the first part of `x`."""
+def skipping(work: Work, carry: Any, x: Any) -> tuple[Body, Any, list[int]]:
+    """The body of a loop that skips tiles; what it has kept before the first one, `x`; and which
+    positions it computes with.
+    """
 
-    read: Callable[[Any, Any], Any]
-    """From the carry and `x`."""
-    compute: Callable[[Any, Any], Any]
-    """From what was read, and `x`."""
-    put: Callable[[Any, Any, Any], tuple[Any, Any]]
-    """Results into the carry, given `x`."""
-    blank: Callable[[Any], Any]
-    """Is what a tile has read next to constant?"""
-    zero: Callable[[Any], Any] | None = None
-    """Does nothing come of what a tile has read?"""
+    def once(row: Any, own: Any) -> Any:
+        found = work.found(carry, (row, *x[1:]))
+        return found, work.compute(found, (own, *x[1:]))
 
-    def body(self, carry: Any, x: Any) -> tuple[Any, Any]:
-        return self.put(carry, self.compute(self.read(carry, x), x), x)
+    columns, (found, results) = positions(once, list(x[0]))
 
-    def skipping(self, carry: Any, x: Any) -> tuple[Body, Any, list[int]]:
-        """The body of a loop that skips tiles; what it has kept before the first one, `x`; and
-        which positions it computes with.
-        """
+    def key_of(found: Any, x: Any) -> Any:
+        return found, [x[0][i] for i in columns]
 
-        def once(row: Any, own: Any) -> Any:
-            found = self.read(carry, (row, *x[1:]))
-            return found, self.compute(found, (own, *x[1:]))
+    def body(state: Any, x: Any) -> tuple[Any, Any]:
+        carry, (filled, constant), kept = state
+        found = work.found(carry, x)
+        key = key_of(found, x)
+        way = (filled & equal(key, kept[0])).astype(jnp.int32)
+        ways = [lambda: work.compute(found, x), lambda: kept[1]]
+        if (nothing := work.zero(found)) is not None:
+            ways.append(lambda: jax.tree.map(jnp.zeros_like, kept[1]))
+            way = jnp.where(nothing, 2, way)
+        results = lax.switch(way, ways)
+        blank = work.blank(found)
+        keep = (way == 0) & replaces(blank, constant, equal(key[1], kept[0][1]))
+        constant = jnp.where(keep, blank, constant)
+        kept = jax.tree.map(lambda a, b: jnp.where(keep, a, b), (key, results), kept)
+        carry, out = work.placed(carry, results, x)
+        return (carry, (filled | keep, constant), kept), out
 
-        columns, (found, results) = positions(once, list(x[0]))
-
-        def key_of(found: Any, x: Any) -> Any:
-            return found, [x[0][i] for i in columns]
-
-        def body(state: Any, x: Any) -> tuple[Any, Any]:
-            carry, (filled, constant), kept = state
-            found = self.read(carry, x)
-            key = key_of(found, x)
-            way = (filled & equal(key, kept[0])).astype(jnp.int32)
-            ways = [lambda: self.compute(found, x), lambda: kept[1]]
-            if self.zero is not None:
-                ways.append(lambda: jax.tree.map(jnp.zeros_like, kept[1]))
-                way = jnp.where(self.zero(found), 2, way)
-            results = lax.switch(way, ways)
-            blank = self.blank(found)
-            keep = (way == 0) & replaces(blank, constant, equal(key[1], kept[0][1]))
-            constant = jnp.where(keep, blank, constant)
-            kept = jax.tree.map(lambda a, b: jnp.where(keep, a, b), (key, results), kept)
-            carry, out = self.put(carry, results, x)
-            return (carry, (filled | keep, constant), kept), out
-
-        kept = (found, [jnp.asarray(x[0][i]) for i in columns]), results
-        kept = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), kept)
-        return body, ((jnp.asarray(False), jnp.asarray(False)), kept), columns
+    kept = (found, [jnp.asarray(x[0][i]) for i in columns]), results
+    kept = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), kept)
+    return body, ((jnp.asarray(False), jnp.asarray(False)), kept), columns
 
 
 def replaces(blank: Any, constant: Any, same_positions: Any) -> Any:

@@ -6,8 +6,8 @@ backward loop reads the same windows, recomputes the tile, takes this tile's sha
 cotangents, pulls it back through the tile, and adds the result into place. Each element of a target
 belongs to one tile, so nothing is counted twice.
 
-`Loop.forward` and `Loop.backward` are called by `recompute`; the scans are in `Loop.accumulate` and
-`Loop.pull`. What is done for one tile is in `tile`.
+`Loop.forward` and `Loop.backward` are called by `recompute`. The steps of a loop for a tile are in
+`forwards` and `backwards`, what they have in common in `tile`, and the order of tiles in `scans`.
 
 The sum of the cotangents of a stored array is one array of its size, however many regions read it:
 each adds to what the others have begun. Where every tile reads its own part of an input, and writes
@@ -20,12 +20,10 @@ Known inefficiency: the backward loop holds the residuals of a whole tile, not o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from .._graph.values import Value
@@ -35,19 +33,16 @@ from .._regions.stages import RunStage
 from .._regions.targets import Target
 from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype
-from .alike import Work, order, zero
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
+from .backwards import Backwards, Place, Sums, put_in
+from .forwards import Forwards, Targets
 from .in_place import are_parts, chosen, places
-from .kinds import Kind
 from .ordering import after, on_host, zeros_after
-from .recompute import RECOMPUTED, Given, Saved
-from .slots import Row, Slots, Zeros, add, allocated_on_host, write, zeros_on_host
+from .recompute import Given, Saved
+from .scans import over_tiles, scan, skipping_some
+from .slots import Row, Zeros, add, allocated_on_host, write, zeros_on_host
 from .tile import Layout, State, Tile, reducer
-
-Sums = tuple[list[Array], list[Array]]
-"""Of cotangents of the wanted inputs, and of the wanted globals."""
-Put = tuple[Callable[..., Array], Slots]
-"""Write or add, and where."""
+from .work import Work
 
 
 class Loop:
@@ -70,8 +65,7 @@ class Loop:
         self.parted = [are_parts(region, v, windows.get(v, {})) for v in region.inputs]
         self.places = places(region, self.tile.cuts)
         self.rows = self.tile.rows
-        # Each device has other tiles, in one program.
-        self.kinds = self.tile.kinds if layout is None else [Kind.of(self.rows)]
+        self.devices = layout is not None
 
     def forward(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
@@ -85,7 +79,7 @@ class Loop:
 
         `wanted`: what is being differentiated, if anything is.
         """
-        tile, targets = self.tile, self.region.targets
+        targets = self.region.targets
         # In host memory, zeros of each loop must differ, and several may read the same first input.
         newest = inputs[::-1], globals_[::-1]
         zeros = zeros_after(*(newest if any(self.hosted) else [[*inputs, *globals_]]))
@@ -97,60 +91,16 @@ class Loop:
         for i, k in replaced.items():
             carry[k] = (inputs[i],)
         carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
-
-        def read(carry: list[State], x: Any) -> Arrays:
-            given = list(inputs)
-            for i, k in replaced.items():
-                (given[i],) = carry[k]
-            windows = tile.windows(given, list(x[0]))
-            for i in replaced:  # read once, before it is written
-                windows[i] = lax.optimization_barrier(windows[i])
-            return windows
-
-        def compute(windows: Arrays, x: Any) -> list[State]:
-            return tile.shares(windows, globals_, list(x[0]), wanted)
-
-        def put(carry: list[State], shares: Any, x: Any) -> tuple[list[State], list[State]]:
-            row = list(x[0])
-            new: list[State] = []
-            remembered: list[State] = []
-            for k, (target, share) in enumerate(zip(targets, shares, strict=True)):
-                if target.reduction is None:
-                    new.append((write(carry[k][0], share[0], tile.result_slots[k], row),))
-                else:
-                    new.append(tile.merged(k, carry[k], share, row))
-                    remembered.append(reducer(target).remember(share))
-            return new, remembered
-
-        return self._scan(Work(read, compute, put, tile.blank), carry, (rows,))
+        written = Targets(self.hosted, replaced, zeros)
+        work = Forwards(self.tile, inputs, globals_, wanted, written)
+        return self._scan(work, carry, (rows,))
 
     def _scan(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """All tiles, of one kind after the other; if some may be skipped, those that are alike
-        follow each other.
-        """
-        if not self.region.skips or len(self.rows) == 1:
-            return self._each_kind(work, carry, xs)
-        body, kept, columns = work.skipping(carry, jax.tree.map(lambda x: x[0], xs))
-        kept = as_varying_as(kept, jax.tree.leaves(carry))
-        turns = order(self.rows, columns)
-        (carry, *_), out = _scan(body, (carry, *kept), jax.tree.map(lambda x: x[turns], xs))
-        return carry, jax.tree.map(lambda x: x[np.argsort(turns)], out)
-
-    def _each_kind(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
-        """A loop for each kind of tiles."""
-        if len(self.kinds) == 1:
-            return _scan(work.body, carry, xs)
-        outs = []
-        for kind in self.kinds:
-
-            def body(carry: Any, x: Any, kind: Kind = kind) -> tuple[Any, Any]:
-                return work.body(carry, (kind.row(x[0]), *x[1:]))
-
-            own = kind.tiles
-            carry, out = _scan(body, carry, jax.tree.map(lambda x, own=own: x[own], xs))
-            outs.append(out)
-        back = np.argsort(np.concatenate([kind.tiles for kind in self.kinds]))
-        return carry, jax.tree.map(lambda *out: jnp.concatenate(out)[back], *outs)
+        if self.region.skips and len(self.rows) > 1:
+            return skipping_some(work, carry, xs, self.rows)
+        if self.devices:  # each has other tiles, in one program
+            return scan(work.body, carry, xs)
+        return over_tiles(work, carry, xs, self.rows, self.tile.kinds)
 
     def _empty(self, k: int, dtype: Any, zeros: Zeros) -> Array:
         """What the tiles of target `k` are written to."""
@@ -188,47 +138,22 @@ class Loop:
 
     def pull(self, saved: Saved, given: Given, rows: Array) -> Sums:
         """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
-        tile, (inputs, globals_, (kept, remembered)) = self.tile, saved
+        tile, (inputs, globals_, (_, remembered)) = self.tile, saved
         read_from = [*there(inputs), *globals_]
         zeros = zeros_after(given.cotangents, read_from)
         shared = self._shared(given)
         into = [
-            (write, tile.result_slots[shared[i]])
+            Place(tile.result_slots[shared[i]], adds=False)
             if i in shared
-            else (write if self.parted[i] and c is None else add, tile.input_slots[i])
+            else Place(tile.input_slots[i], adds=not self.parted[i] or c is not None)
             for i, c in enumerate(given.begun)
-        ]
+        ] or [Place(slots) for slots in tile.input_slots]
         carry = self.sums(globals_, given, len(rows), zeros)
-        place = {i: sum(given.wanted[0][:i]) for i in shared}
         for i, k in shared.items():
-            carry[0][place[i]] = cast(Array, given.cotangents[k])
+            carry[0][sum(given.wanted[0][:i])] = cast(Array, given.cotangents[k])
         carry, rows = as_varying_as((carry, rows), read_from)
-
-        def read(carry: Sums, x: Any) -> Any:
-            row, cotangents = list(x[0]), list(given.cotangents)
-            for i, k in shared.items():
-                cotangents[k] = carry[0][place[i]]
-            return tile.windows(inputs, row), tile.result_windows(cotangents, row), x[1]
-
-        def compute(found: Any, x: Any) -> Sums:
-            (windows, cotangents, remembered), row = found, list(x[0])
-            with jax.named_scope(RECOMPUTED):
-                values, pull = tile.pullback(windows, globals_, given.wanted, row)
-            shares = tile.cotangent_shares(values, kept, remembered, cotangents, row)
-            for k in shared.values():  # read once, before it is written
-                shares[k] = lax.optimization_barrier(shares[k])
-            of_windows, of_globals = pull(shares)
-            for i, k in shared.items():
-                if (cut := self.places[i, k]) is not None:
-                    of_windows[place[i]] = cut(of_windows[place[i]], row)
-            return of_windows, of_globals
-
-        def put(carry: Sums, pulled: Sums, x: Any) -> tuple[Sums, None]:
-            return self.added(carry, pulled, given.wanted, list(x[0]), into), None
-
-        work = Work(
-            read, compute, put, lambda found: tile.blank(found[0]), lambda found: zero(found[1])
-        )
+        places = {(i, k): self.places[i, k] for i, k in shared.items()}
+        work = Backwards(tile, saved, given, into, places, zeros)
         return self._scan(work, carry, (rows, remembered))[0]
 
     def _replaced(self, inputs: Arrays) -> dict[int, int]:
@@ -284,7 +209,7 @@ class Loop:
                 found.append(add(total, share, slots, row))
             return found, None
 
-        found, _ = _scan(body, carry, (rows, remembered))
+        found, _ = scan(body, carry, (rows, remembered))
         totals = dict(zip(floats, map(lax.convert_element_type, found, dtypes), strict=True))
         return [totals.get(k) for k in range(len(targets))]
 
@@ -320,26 +245,7 @@ class Loop:
             return allocated_on_host(zeros, shape, dtype, i + 1)
         return zeros_on_host(zeros, shape, dtype, i + 1, tiles)
 
-    def added(
-        self, carry: Sums, pulled: Sums, wanted: Wanted, row: Row, put: Sequence[Put] = ()
-    ) -> Sums:
-        """The sums with one more tile; `put`: how each input's cotangents are put into place."""
-        (sums, totals), (from_windows, from_globals) = carry, pulled
-        put = select(put or [(add, slots) for slots in self.tile.input_slots], wanted[0])
-        sums = [
-            put_in(s, g, slots, row)
-            for (put_in, slots), s, g in zip(put, sums, from_windows, strict=True)
-        ]
-        totals = [
-            lax.add(t, lax.convert_element_type(g, t.dtype))
-            for t, g in zip(totals, from_globals, strict=True)
-        ]
-        return sums, totals
-
-
-def _scan(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
-    """Without a loop if there is but one tile."""
-    if len(jax.tree.leaves(xs)[0]) > 1:
-        return lax.scan(body, carry, xs)
-    carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda x: x[None], out)
+    def added(self, carry: Sums, pulled: Sums, wanted: Wanted, row: Row) -> Sums:
+        """The sums with one more tile, all of them on the device."""
+        into = [Place(slots) for slots in select(self.tile.input_slots, wanted[0])]
+        return put_in(carry, pulled, into, row)[0]

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._regions.tile import Slot, at
+from .._regions.tile import Scalars, Slot, at
 from .arrays import Array
 from .ordering import on_host, settled, to_device, to_host
 
-Row = Sequence[Any]
-"""The positions of one tile: a row of the table."""
+Row = Scalars
+"""The positions of one tile: a row of the table, or those columns that are needed."""
 Zeros = Callable[..., Array]
 """Of a shape and a type; and a number, by which they differ from others."""
 Slots = Sequence[tuple[Slot, int]]
 """Per dimension of an array, where a tile's window begins, and its size."""
+Hosted = tuple[Sequence[int], Slots]
+"""An array in host memory: its shape, and the windows of tiles."""
 
 
 def window(x: Array, slots: Slots, row: Row) -> Array:
@@ -67,6 +69,30 @@ def zeros_on_host(zeros: Zeros, shape: Sequence[int], dtype: Any, number: int, s
 
 def add(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     return write(x, window(x, slots, row) + tile, slots, row)
+
+
+def fetched(arrays: Sequence[Array | None], slots: Sequence[Slots], row: Row) -> list[Array | None]:
+    """The windows of those arrays that lie in host memory."""
+    return [
+        window(x, where, row) if x is not None and on_host(x) else None
+        for x, where in zip(arrays, slots, strict=True)
+    ]
+
+
+def filled(windows: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The windows that there are, and the others."""
+    return [o if w is None else w for w, o in zip(windows, others, strict=True)]
+
+
+def hosted(arrays: Sequence[Array | None], slots: Sequence[Slots]) -> list[Hosted]:
+    """Which of these arrays lie in host memory: their shapes, and the windows of tiles."""
+    pairs = zip(arrays, slots, strict=True)
+    return [(x.shape, where) for x, where in pairs if x is not None and on_host(x)]
+
+
+def nothing(x: Array, slots: Slots, zeros: Zeros) -> Array:
+    """Zeros on the device, of the size of a window."""
+    return zeros([size for _, size in slots], x.dtype)
 
 
 def _whole(x: Array, slots: Slots) -> bool:

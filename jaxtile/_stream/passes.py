@@ -21,7 +21,7 @@ from .._regions.tile import at
 from .._rules.reductions import accumulation_dtype
 from .._run.alike import zero
 from .._run.arrays import Wanted, added, select
-from .._run.slots import add
+from .._run.slots import add, filled
 from .._run.tile import State, Tile, reducer
 from .batches import Batch, batches, stacked
 from .ends import Sink, Store, slices
@@ -148,7 +148,7 @@ class Pass:
         Each input of the region is one of the `windows`, or a whole array on the device.
         """
         row, (arrays, globals_) = list(row), whole
-        inputs = _filled(windows, self.tile.windows(arrays, row))
+        inputs = filled(windows, self.tile.windows(arrays, row))
         wanted = None
         if self.differentiated:
             wanted = self.wanted[0][: len(inputs)], self.wanted[1][: len(globals_)]
@@ -297,7 +297,7 @@ class Pass:
         """The cotangents of the wanted inputs' windows, and of the wanted globals."""
         row, tile = list(row), self.back
         (tiles, given), (arrays, globals_, cotangents, states) = windows, whole
-        inputs = _filled(tiles, tile.windows(arrays, row))
+        inputs = filled(tiles, tile.windows(arrays, row))
         given = added(given, tile.result_windows(cotangents, row))
         given = [
             None if c is None else c.astype(t.result.aval.dtype)
@@ -316,8 +316,3 @@ class Pass:
             of_windows.append(share if total is None else None)
         totals = [t + g.astype(t.dtype) for t, g in zip(carry[1], pulled[1], strict=True)]
         return (sums, totals), of_windows
-
-
-def _filled(windows: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """The windows that were read, and those of whole arrays."""
-    return [o if w is None else w for w, o in zip(windows, others, strict=True)]

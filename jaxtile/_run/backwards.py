@@ -1,0 +1,140 @@
+"""What a region's backward loop does for a tile."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from .alike import zero
+from .arrays import Array, Arrays, Cotangents, select
+from .in_place import Places
+from .ordering import on_host
+from .recompute import RECOMPUTED, Given, Saved
+from .slots import Hosted, Row, Slots, Zeros, fetched, filled, hosted, nothing, window, write
+from .tile import Tile
+from .work import Work
+
+Sums = tuple[list[Array], list[Array]]
+"""Of cotangents of the wanted inputs, and of the wanted globals."""
+
+
+class Place(NamedTuple):
+    """Where the cotangents of a tile's window go."""
+
+    slots: Slots
+    adds: bool = True
+    """Is something there already?"""
+
+
+Found = tuple[list[Any], list[Any], Any]
+"""Windows of inputs, those of the targets' cotangents, and what a reduction remembers."""
+
+
+class Backwards(Work):
+    """Read the same windows, compute again, pull back this tile's share of the targets' cotangents,
+    and put the result into place.
+
+    The carry has sums of cotangents: of the wanted inputs, and of the wanted globals.
+    """
+
+    def __init__(
+        self,
+        tile: Tile,
+        saved: Saved,
+        given: Given,
+        into: Sequence[Place],
+        shared: Places,
+        zeros: Zeros,
+    ):
+        """`into`: where cotangents of inputs go; `shared`: of inputs whose cotangents take the
+        place of a target's, how to cut these out of the window.
+        """
+        self.tile, self.saved, self.given, self.shared = tile, saved, given, shared
+        self.zeros = zeros
+        self.into = select(into, given.wanted[0])
+        self.place = {i: sum(given.wanted[0][:i]) for i, _ in shared}
+
+    def fetch(self, row: Row) -> tuple[list[Array | None], list[Array | None]]:
+        tile, given = self.tile, self.given
+        return (
+            fetched(self.saved.inputs, tile.input_slots, row),
+            fetched(given.cotangents, tile.result_slots, row),
+        )
+
+    def read(self, carry: Sums, x: Any, fetched: tuple[Cotangents, Cotangents]) -> Found:
+        tile, row = self.tile, list(x[0])
+        inputs, cotangents = (
+            [x if w is None else None for x, w in zip(arrays, windows, strict=True)]
+            for arrays, windows in zip(
+                (self.saved.inputs, self.given.cotangents), fetched, strict=True
+            )
+        )
+        for i, k in self.shared:
+            cotangents[k] = carry[0][self.place[i]]
+        windows = filled(fetched[0], tile.windows(inputs, row))
+        return windows, filled(fetched[1], tile.result_windows(cotangents, row)), x[1]
+
+    def compute(self, found: Found, x: Any) -> Sums:
+        tile, (windows, cotangents, remembered), row = self.tile, found, list(x[0])
+        with jax.named_scope(RECOMPUTED):
+            values, pull = tile.pullback(windows, self.saved.globals, self.given.wanted, row)
+        kept, _ = self.saved.kept
+        shares = tile.cotangent_shares(values, kept, remembered, cotangents, row)
+        for _, k in self.shared:  # read once, before it is written
+            shares[k] = lax.optimization_barrier(shares[k])
+        of_windows, of_globals = pull(shares)
+        for (i, _), cut in self.shared.items():
+            if cut is not None:
+                of_windows[self.place[i]] = cut(of_windows[self.place[i]], row)
+        return of_windows, of_globals
+
+    def put(self, carry: Sums, pulled: Sums, x: Any) -> tuple[Sums, None, list[Array]]:
+        (sums, totals), waiting = put_in(carry, pulled, self.into, list(x[0]))
+        return (sums, totals), None, waiting
+
+    def send(self, carry: Sums, waiting: Arrays, row: Row) -> Sums:
+        tiles = iter(waiting)
+        return [
+            write(s, next(tiles), place.slots, row) if on_host(s) else s
+            for s, place in zip(carry[0], self.into, strict=True)
+        ], carry[1]
+
+    def unsent(self, carry: Sums, row: Row) -> list[Array]:
+        """What is there; or anything, where each element is written by its own tile."""
+        return [
+            window(s, place.slots, row) if place.adds else nothing(s, place.slots, self.zeros)
+            for s, place in zip(carry[0], self.into, strict=True)
+            if on_host(s)
+        ]
+
+    def hosted(self, carry: Sums) -> list[Hosted]:
+        return [
+            *hosted(self.saved.inputs, self.tile.input_slots),
+            *hosted(self.given.cotangents, self.tile.result_slots),
+            *hosted(carry[0], [place.slots for place in self.into]),
+        ]
+
+    def blank(self, found: Found) -> Any:
+        return self.tile.blank(found[0])
+
+    def zero(self, found: Found) -> Any:
+        return zero(found[1])
+
+
+def put_in(carry: Sums, pulled: Sums, into: Sequence[Place], row: Row) -> tuple[Sums, list[Array]]:
+    """The sums with one more tile; and what is to be written to those in host memory."""
+    (sums, totals), (from_windows, from_globals) = carry, pulled
+    new, waiting = [], []
+    for s, share, (slots, adds) in zip(sums, from_windows, into, strict=True):
+        whole = (window(s, slots, row) + share if adds else share).astype(s.dtype)
+        if on_host(s):
+            waiting.append(whole)
+        new.append(s if on_host(s) else write(s, whole, slots, row))
+    totals = [
+        lax.add(t, lax.convert_element_type(g, t.dtype))
+        for t, g in zip(totals, from_globals, strict=True)
+    ]
+    return (new, totals), waiting

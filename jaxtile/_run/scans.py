@@ -1,0 +1,76 @@
+"""All tiles of a region, one after the other: which loops there are, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .._rules.manual import as_varying_as
+from .alike import order, skipping
+from .beside import line, run
+from .kinds import Kind
+from .work import Work
+
+
+def over_tiles(
+    work: Work, carry: Any, xs: Any, rows: np.ndarray, kinds: Sequence[Kind]
+) -> tuple[Any, Any]:
+    """A loop for each kind of tiles; for most of them one with transfers beside it, if arrays are
+    in host memory.
+    """
+    found = line(rows, max((kind.tiles for kind in kinds), key=len), work.hosted(carry))
+    if found is None:
+        return _each_kind(work, carry, xs, kinds)
+    carry, out = run(work, found, carry, _of(xs, found.kind))
+    others = np.setdiff1d(np.arange(len(rows)), found.kind.tiles)
+    if not len(others):
+        return carry, out
+    rest = Kind.of(rows, others)
+    carry, last = _each_kind(work, carry, xs, [rest])
+    return carry, _sorted([found.kind, rest], [out, last])
+
+
+def skipping_some(work: Work, carry: Any, xs: Any, rows: np.ndarray) -> tuple[Any, Any]:
+    """Tiles that are alike follow each other, and are computed once."""
+    body, kept, columns = skipping(work, carry, jax.tree.map(lambda x: x[0], xs))
+    kept = as_varying_as(kept, jax.tree.leaves(carry))
+    turns = order(rows, columns)
+    (carry, *_), out = scan(body, (carry, *kept), jax.tree.map(lambda x: x[turns], xs))
+    return carry, jax.tree.map(lambda x: x[np.argsort(turns)], out)
+
+
+def scan(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+    """Without a loop if there is but one tile."""
+    if len(jax.tree.leaves(xs)[0]) > 1:
+        return lax.scan(body, carry, xs)
+    carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda x: x[None], out)
+
+
+def _each_kind(work: Work, carry: Any, xs: Any, kinds: Sequence[Kind]) -> tuple[Any, Any]:
+    outs = []
+    for kind in kinds:
+
+        def body(carry: Any, x: Any, kind: Kind = kind) -> tuple[Any, Any]:
+            return work.body(carry, (kind.row(x[0]), *x[1:]))
+
+        carry, out = scan(body, carry, _of(xs, kind))
+        outs.append(out)
+    return carry, _sorted(kinds, outs)
+
+
+def _of(xs: Any, kind: Kind) -> Any:
+    return jax.tree.map(lambda x: x[kind.tiles] if len(kind.tiles) < len(x) else x, xs)
+
+
+def _sorted(kinds: Sequence[Kind], outs: Sequence[Any]) -> Any:
+    """What is remembered of tiles, in their order."""
+    if len(kinds) == 1:
+        return outs[0]
+    back = np.argsort(np.concatenate([kind.tiles for kind in kinds]))
+    return jax.tree.map(lambda *out: jnp.concatenate(out)[back], *outs)
