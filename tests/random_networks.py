@@ -331,3 +331,20 @@ def _uses(network: Network):
         network, *network.args, in_axes=(None, (1, 2)), tiles=(1, 1), policy=network.policy
     )
     return [use for region in explanation.regions for use in (*region.reads, *region.writes)]
+
+
+def in_strips(network: Network) -> Network:
+    """The same layers on one higher image, in strips, with all results in host memory."""
+    names = [f"layer{i}" for i in range(len(network.layers))]
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    _, height, width, channels = network.shape
+    shape = 1, 3 * height + 12, width, channels
+    network = dataclasses.replace(network, shape=shape, policy=policy, tiles=(1, 1))
+    maps = [u.shape[1] for u in _uses(network) if len(u.shape) == 4 and min(u.shape[1:3]) > 1]
+    strips = min([height, *maps, 5 + network.seed % 7])
+    return dataclasses.replace(network, tiles=(strips, 1))

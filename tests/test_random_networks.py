@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import jaxtile
 
-from .random_networks import Network, networks
+from .random_networks import Network, in_strips, networks
 from .random_rules import nudged, within
 from .support import assert_close, assert_same, results
 
@@ -53,3 +53,16 @@ def test_random_network(network):
 @hypothesis.given(networks())
 def test_many_random_networks(network):
     check(network)
+
+
+@settings(max_examples=1, **_SETTINGS)
+@hypothesis.given(networks())
+def test_random_network_in_strips(network):
+    check(in_strips(network))
+
+
+@pytest.mark.slow
+@settings(max_examples=200, **(_SETTINGS | {"derandomize": False}))
+@hypothesis.given(networks())
+def test_many_random_networks_in_strips(network):
+    check(in_strips(network))
