@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 import jaxtile
 from experiments.measuring.problems import problem, shape_of
-from jaxtile._plan.assignment import Assignments
+from jaxtile._plan.assignment import Assignments, Traffic
 from jaxtile._plan.candidates import as_assignment
 from jaxtile._plan.candidates import assigned as as_candidate
 from jaxtile._plan.costs import BUILT_IN, host_memory
@@ -309,3 +309,15 @@ def test_no_more_in_host_memory_than_there_is():
         assert f.hosted == costs.estimate(f.assignment).hosted <= there * value
     assert all(b.seconds < 0.95 * a.seconds for a, b in itertools.pairwise(found))
     assert Descent(costs, tried, host=5 * value).fastest(0.9 * allowed) is not None
+
+
+def test_transfers_run_beside_strips():
+    """At 10 bytes a second. Both ways at once, but for the ends, and for sums that come back."""
+    blocks, strips = (Mode(grid, tiled_forward=True) for grid in ((10, 10), (100, 1)))
+    moved = Traffic(fetched=40.0, sent=100.0)
+    assert moved.waited(blocks, 8.0, link=10.0) == 14.0
+    ends = 0.03 * 14.0
+    assert moved.waited(strips, 8.0, link=10.0) == pytest.approx(ends + 0.97 * 2.0)
+    assert moved.waited(strips, 80.0, link=10.0) == pytest.approx(ends)
+    back = Traffic(fetched=40.0, sent=100.0, added=100.0)
+    assert back.waited(strips, 80.0, link=10.0) == pytest.approx(0.03 * 24.0 + 0.97 * 10.0)

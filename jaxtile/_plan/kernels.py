@@ -92,5 +92,5 @@ def strips(outline: Outline) -> list[tuple[int, ...]]:
     """Grids of tiles from edge to edge."""
     longest = max((p.lengths[0] for p in outline.parts if p.tiled), default=0)
     counts = [n * 2**i for i in range(2, 9) for n in (2, 3)]
-    fits = [n for n in counts if n * _THIN <= longest] or [n for n in counts[:2] if n <= longest]
-    return [(n, *[1] * (outline.rank - 1)) for n in fits]
+    fits = [n for n in counts if n * _THIN <= longest] or [min(counts[0], longest)]
+    return [(n, *[1] * (outline.rank - 1)) for n in fits if n > 1]

@@ -40,7 +40,6 @@ from .plan import Plan
 from .solver import Stage, fastest, measured, smallest
 from .spans import Spans
 from .stage import Candidate
-from .states import Mode
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
 _CANDIDATES = 6  # schedules that are compiled, once one fits
@@ -99,7 +98,7 @@ class Search:
         """Bytes of host memory for results that wait there, and how many a schedule should need
         by the model.
         """
-        self._prepare([*grids(outline), *strips(outline)] if self.aim else grids(outline))
+        self._prepare(grids(outline), strips(outline) if self.aim else [])
         everything = Stage(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
         self.trials: dict[Candidate, Bytes] = {}
@@ -108,21 +107,15 @@ class Search:
         """As they will run."""
         self.tuning = 0.0  # seconds of the last such compilation
 
-    def _prepare(self, grids: Sequence[tuple[int, ...]]) -> None:
-        """What finds schedules with these grids."""
+    def _prepare(self, *grids: Sequence[tuple[int, ...]]) -> None:
+        """What finds schedules with these grids: all sorts of them, and strips, beside which
+        transfers run. Results wait in host memory with these.
+        """
         self.grids = grids
         self._smallest: Candidate | None = None
-        blocks = [grid for grid in grids if not Mode(grid, tiled_forward=True).strips]
-        self.tables, self.spans = self.model.stretches(blocks), Spans(self.costs, blocks)
-        self._descend()
-
-    def _descend(self) -> None:
-        """Searches on blocks and on strips. Transfers run beside strips only, so results wait in
-        host memory if there are strips.
-        """
-        strips = [grid for grid in self.grids if grid not in self.spans.grids]
-        self.descent = Descent(self.costs, self.spans.grids, host=0 if strips else self.aim)
-        self.strips = Descent(self.costs, strips, host=self.aim) if strips else None
+        self.tables, self.spans = self.model.stretches(grids[0]), Spans(self.costs, grids[0])
+        self.descent = Descent(self.costs, grids[0])
+        self.strips = Descent(self.costs, grids[1], host=self.aim) if grids[1] else None
 
     def run(self) -> Plan:
         while True:
@@ -279,16 +272,16 @@ class Search:
         if found.host > self.host:
             self.say(f"plan: host memory has room for {format_bytes(self.host)} only")
             self.aim = int(self.aim * _AIM * self.host / found.host)
-            self._descend()
+            self.strips = Descent(self.costs, self.grids[1], host=self.aim)
 
     def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""
         grids = [candidate.rest.grid, *(stage.grid for stage in candidate.stages)]
-        used = [grid for grid in self.grids if grid in grids]
+        used = [grid for each in self.grids for grid in each if grid in grids]
         if not used:
             raise error
         finest = max(used, key=math.prod)
-        self._prepare([grid for grid in self.grids if grid != finest])
+        self._prepare(*([grid for grid in each if grid != finest] for each in self.grids))
 
     def _too_small(self, least: int) -> BudgetError:
         return BudgetError(

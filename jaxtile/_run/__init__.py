@@ -2,11 +2,12 @@
 
 Read `execute` (all regions in order; a call comes in here), `recompute` (the function that joins
 the passes: what it keeps of a region is its inputs, and of reductions what cannot be computed
-again), `tile` (one tile) and `loop` (tiles one after the other; `in_place` says which cotangents lie
-where others lay). What a loop does for a tile is in `forwards` and `backwards`, in the steps of
+again), `tile` (one tile) and `loop` (tiles one after the other; `in_place` says which cotangents
+lie where others lay). What a loop does for a tile is in `forwards` and `backwards`, in the steps of
 `work`; `scans` has the loops themselves, and three ways to order their tiles: `kinds` (those that
 are shifted alike in a loop of their own), `beside` (transfers from and to host memory while other
-tiles are computed) and `alike` (some are skipped). Beside `loop` there are `sharded` (the same on each device of a mesh), `whole` (regions in one piece, and groups
-of them) and `again` (the backward pass runs something else). `arrays`, `slots` and `ordering` (what
-exists when, and in which memory) are small tools.
+tiles are computed) and `alike` (some are skipped). Beside `loop` there are `sharded` (the same on
+each device of a mesh), `whole` (regions in one piece, and groups of them) and `again` (the backward
+pass runs something else). `arrays`, `slots` and `ordering` (what exists when, and in which memory)
+are small tools.
 """
