@@ -21,7 +21,7 @@ from jaxtile._plan.candidates import as_assignment
 from jaxtile._plan.candidates import assigned as as_candidate
 from jaxtile._plan.costs import BUILT_IN, host_memory
 from jaxtile._plan.descent import Descent
-from jaxtile._plan.kernels import grids
+from jaxtile._plan.kernels import grids, strips
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.solver import Stage, fastest, measured
@@ -321,3 +321,22 @@ def test_transfers_run_beside_strips():
     assert moved.waited(strips, 80.0, link=10.0) == pytest.approx(ends)
     back = Traffic(fetched=40.0, sent=100.0, added=100.0)
     assert back.waited(strips, 80.0, link=10.0) == pytest.approx(0.03 * 24.0 + 0.97 * 10.0)
+
+
+@pytest.mark.parametrize(
+    "shape, axes, found",
+    [
+        ((1, 1024, 6, 2), (1, 2), [(8, 1), (12, 1), (16, 1)]),
+        ((1, 10, 6, 2), (1, 2), [(8, 1)]),
+        ((2, 1024, 6, 2), (1, 2), []),
+        ((1, 2, 1024, 6), (2, 3), []),
+    ],
+)
+def test_strips_are_one_piece_of_memory(shape, axes, found):
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    window = [3 if d in axes else 1 for d in range(4)]
+
+    def pooled(x):
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, window, (1,) * 4, "SAME").sum()
+
+    assert strips(jaxtile.policy.outline(pooled, x, in_axes=(axes,))) == found

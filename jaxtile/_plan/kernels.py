@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -89,8 +90,19 @@ def grids(outline: Outline) -> list[tuple[int, ...]]:
 
 
 def strips(outline: Outline) -> list[tuple[int, ...]]:
-    """Grids of tiles from edge to edge."""
-    longest = max((p.lengths[0] for p in outline.parts if p.tiled), default=0)
+    """Grids of tiles from edge to edge, if such a tile is one piece of memory: not with a batch, or
+    with channels in front.
+    """
+    parts = [p for p in outline.parts if p.tiled]
+    largest = max(parts, key=lambda p: np.prod(p.operation.output.shape), default=None)
+    if largest is None or largest.lengths[0] != _first(largest.operation.output.shape):
+        return []
+    longest = max(p.lengths[0] for p in parts)
     counts = [n * 2**i for i in range(2, 9) for n in (2, 3)]
     fits = [n for n in counts if n * _THIN <= longest] or [min(counts[0], longest)]
     return [(n, *[1] * (outline.rank - 1)) for n in fits if n > 1]
+
+
+def _first(shape: Sequence[int]) -> int:
+    """The length of the first dimension that has more than one position."""
+    return next((n for n in shape if n != 1), 1)

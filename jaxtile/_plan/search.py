@@ -109,13 +109,17 @@ class Search:
 
     def _prepare(self, *grids: Sequence[tuple[int, ...]]) -> None:
         """What finds schedules with these grids: all sorts of them, and strips, beside which
-        transfers run. Results wait in host memory with these.
+        transfers run. If there are strips, results wait in host memory with these only.
         """
         self.grids = grids
         self._smallest: Candidate | None = None
         self.tables, self.spans = self.model.stretches(grids[0]), Spans(self.costs, grids[0])
-        self.descent = Descent(self.costs, grids[0])
-        self.strips = Descent(self.costs, grids[1], host=self.aim) if grids[1] else None
+        self._descend()
+
+    def _descend(self) -> None:
+        every, strips = self.grids
+        self.descent = Descent(self.costs, every, host=0 if strips else self.aim)
+        self.strips = Descent(self.costs, strips, host=self.aim) if strips else None
 
     def run(self) -> Plan:
         while True:
@@ -272,7 +276,7 @@ class Search:
         if found.host > self.host:
             self.say(f"plan: host memory has room for {format_bytes(self.host)} only")
             self.aim = int(self.aim * _AIM * self.host / found.host)
-            self.strips = Descent(self.costs, self.grids[1], host=self.aim)
+            self._descend()
 
     def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""
