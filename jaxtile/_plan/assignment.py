@@ -194,6 +194,8 @@ class Assignments:
         """
         size, there, seconds = self.facts.bytes, set(hosted), 0.0
         for region in regions:
+            if there.isdisjoint((region.end, *region.reads, *region.sources)):
+                continue
             first, again = Traffic(), Traffic()
             if region.end in there and region.end != joint:
                 first.sent += size[region.end]
@@ -259,16 +261,17 @@ class Assignments:
         """Bytes in host memory at the worst moment of the backward pass. A value waits there until
         the first region that reads it is differentiated, and its cotangents from the last one on.
         """
-        size, inside = self.facts.bytes, set(own)
+        size, inside, begin = self.facts.bytes, set(own), min(hosted[0], own[0])
         first = {i: r.end for r in reversed(regions) for i in (*r.reads, *r.sources)}
-        return max(
-            sum(
-                size[k]
-                * ((k in inside and first.get(k, k) <= r.end) + (k <= r.end <= last.get(k, k)))
-                for k in hosted
-            )
-            for r in regions
-        )
+        # What changes from one operation to the next.
+        there = [0.0] * (own[-1] + 2 - begin)
+        for k in hosted:
+            if k in inside:
+                there[first.get(k, k) - begin] += size[k]
+            there[k - begin] += size[k]
+            there[last.get(k, k) + 1 - begin] -= size[k]
+        there = list(itertools.accumulate(there))
+        return max(there[r.end - begin] for r in regions)
 
     def _shares_cotangents(self, region: Region, last: Mapping[int, int]) -> bool:
         """Do the cotangents of an input take the place of the result's?"""

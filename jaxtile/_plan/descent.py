@@ -63,6 +63,7 @@ class Descent:
         self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
+        self.edges = [(k, i) for k in self.span.own for i in self.facts.inputs[k]]
         self.modes = [Mode(None), Mode("whole")]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
         self.groups = list(groups(self.facts, self.span).values())
@@ -337,15 +338,14 @@ class Descent:
         is kept. What is hosted is made and read by loops.
         """
         found = list(states)
+        once = [mode.grid is None for mode in modes]
+        loops = [mode.loops for mode in modes] if self.host else once
         for k in self.span.own:
-            if modes[k].grid is None:
+            if once[k]:
                 found[k] = INSIDE
-        for k in self.span.own:
-            for i in self.facts.inputs[k]:
-                if (modes[k].grid is None) != (modes[i].grid is None):
-                    found[i] = KEPT
-                if found[i] == HOSTED and not (modes[k].loops and modes[i].loops):
-                    found[i] = KEPT
+        for k, i in self.edges:
+            if once[k] != once[i] or (found[i] == HOSTED and not (loops[k] and loops[i])):
+                found[i] = KEPT
         for border in (self.span.begin, self.span.end):
             if border is not None:
                 found[border] = KEPT

@@ -9,12 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .costs import Costs
 from .facts import Facts
 from .regions import Cost, Region
 from .states import HOSTED, KEPT, RESTORED
+
+
+class Tile(NamedTuple):
+    """One tile of a region, or all of it: what does not depend on what becomes of results."""
+
+    share: Mapping[int, float]
+    """Per operation, of its positions."""
+    first: float
+    """Seconds of all tiles, forwards."""
+    again: float
+    """The same, backwards, and of what is computed again for that, but for the result."""
+    last: float
+    """To compute the result again."""
+    forward: float
+    """Bytes that it needs at once, forwards."""
+    held: float
+    """Bytes that are held for the derivative."""
+    cotangents: float
+    """Bytes of cotangents, at the worst moment."""
 
 
 class RegionCosts:
@@ -23,6 +42,7 @@ class RegionCosts:
     def __init__(self, facts: Facts, costs: Costs):
         self.facts, self.costs = facts, costs
         self._costs: dict[Any, Cost] = {}
+        self._tiles: dict[Any, Tile] = {}
 
     def cost(self, region: Region, states: Sequence[int]) -> Cost:
         facts = self.facts
@@ -46,47 +66,58 @@ class RegionCosts:
         self, region: Region, passing: Sequence[int], hosted: Sequence[int], state: int
     ) -> Cost:
         """Of a region that is computed again, in tiles or in one piece."""
-        facts, known = self.facts, state in (KEPT, HOSTED, RESTORED)
-        grid, tiled_forward = region.mode
-        tiles = math.prod(grid) if isinstance(grid, tuple) else 1
-        own, everything = set(region.own), sorted({*region.before, *region.own})
-        share = self._shares(region, everything) if tiles > 1 else dict.fromkeys(everything, 1.0)
-        read = {i for k in region.own for i in facts.inputs[k]}
-        first = 0.0 if tiled_forward else sum(facts.forward[k] for k in region.own)
-        started = (tiles > 1) * tiles * self.costs.loop
-        first, again = first + tiled_forward * started, started
-        for k in everything:
-            if k not in facts.durations:
-                continue
-            forward, backward = (
-                d.of(share[k]) if tiles > 1 else d.whole for d in facts.durations[k]
-            )
-            times = [forward] if k in region.before else []
-            if k in own:
-                first += tiled_forward * forward * tiles
-                times.append(backward)
-                if not facts.reduces[k] and not (
-                    k == region.end and self._given(k, known, k in read, grid == "whole")
-                ):
-                    times.append(forward)
-            again += sum(times) * tiles
-        if tiles > 1:
-            once, later = self._moved(region)
-            first, again = first + tiled_forward * once, again + later
-        tile = sum(share[k] * facts.held[k] for k in region.own if k != region.end)
-        tile += sum(share[k] * facts.bytes[k] for k in passing)
+        facts, end, tiled_forward = self.facts, region.end, region.mode.tiled_forward
+        tile = self._tile(region)
+        share = tile.share
+        forward, held = tile.forward, tile.held + sum(share[k] * facts.bytes[k] for k in passing)
         # A ReLU at the end is differentiated, and its result no longer needed, before the rest.
-        clamped = facts.bytes[region.end] if facts.ends_with_clamp[region.end] else 0.0
-        cotangents = [self._cotangents(region, k, share, tiles > 1) for k in region.own]
-        tile += max(share[region.end] * clamped, *cotangents)
-        forward = self._at_once(region, share if tiled_forward else dict.fromkeys(region.own, 1.0))
+        clamped = facts.bytes[end] if facts.ends_with_clamp[end] else 0.0
+        held += max(share[end] * clamped, tile.cotangents)
         if tiled_forward and state != HOSTED:  # a loop writes tiles to all of its result
-            forward += (1 - share[region.end]) * facts.bytes[region.end]
+            forward += (1 - share[end]) * facts.bytes[end]
         if region.mode.strips:
             ahead = self._ahead(region, hosted, share)
-            ends = share[region.end] * facts.bytes[region.end] if state == HOSTED else 0.0
-            forward, tile = forward + ahead + ends, tile + 2 * ahead + ends
-        return Cost(first + again, forward, tile, first)
+            ends = share[end] * facts.bytes[end] if state == HOSTED else 0.0
+            forward, held = forward + ahead + ends, held + 2 * ahead + ends
+        given = self._given(region, state in (KEPT, HOSTED, RESTORED))
+        seconds = tile.first + tile.again + (0.0 if given else tile.last)
+        return Cost(seconds, forward, held, tile.first)
+
+    def _tile(self, region: Region) -> Tile:
+        key = region.mode, region.own, region.before
+        if key not in self._tiles:
+            self._tiles[key] = self._worked_out(region)
+        return self._tiles[key]
+
+    def _worked_out(self, region: Region) -> Tile:
+        facts, own, (grid, tiled_forward) = self.facts, region.own, region.mode
+        tiles = math.prod(grid) if isinstance(grid, tuple) else 1
+        everything = sorted({*region.before, *own})
+        share = self._shares(region, everything) if tiles > 1 else dict.fromkeys(everything, 1.0)
+        at = {
+            k: [d.at(share[k]) if tiles > 1 else d.whole for d in facts.durations[k]]
+            for k in everything
+            if k in facts.durations
+        }
+        timed = [k for k in own if k in at]
+        forward, backward = (sum(at[k][i] for k in timed) for i in range(2))
+        before = sum(at[k][0] for k in region.before if k in at)
+        summed = sum(at[k][0] for k in timed if facts.reduces[k])
+        last = at[region.end][0] if region.end in timed and not facts.reduces[region.end] else 0.0
+        first, again = tiles * forward, tiles * (before + backward + forward - summed - last)
+        if tiles > 1:
+            started = tiles * self.costs.loop
+            once, later = self._moved(region)
+            first, again = first + started + once, again + started + later
+        return Tile(
+            share,
+            first=first if tiled_forward else sum(facts.forward[k] for k in own),
+            again=again,
+            last=tiles * last,
+            forward=self._at_once(region, share if tiled_forward else dict.fromkeys(own, 1.0)),
+            held=sum(share[k] * facts.held[k] for k in own if k != region.end),
+            cotangents=max(self._cotangents(region, k, share, tiles > 1) for k in own),
+        )
 
     def _ahead(self, region: Region, hosted: Sequence[int], share: Mapping[int, float]) -> float:
         """Bytes of the windows that come from host memory while another tile is computed."""
@@ -98,16 +129,16 @@ class RegionCosts:
                     windows[i] = max(windows[i], share[k] * facts.bytes[i])
         return sum(windows.values())
 
-    def _given(self, end: int, known: bool, followed: bool, in_one: bool) -> bool:
+    def _given(self, region: Region, known: bool) -> bool:
         """Need the result of a region not be computed again? If it was kept, it is read, where
         reductions follow it; in one piece also for the derivative of a ReLU with which it ends.
         """
-        facts = self.facts
+        facts, end = self.facts, region.end
         if facts.held[end] > facts.bytes[end]:
             return False
         if facts.ends_with_clamp[end]:
-            return known and in_one
-        return known or not followed
+            return known and region.mode.grid == "whole"
+        return known or not any(end in facts.inputs[k] for k in region.own)
 
     def _cotangents(
         self, region: Region, k: int, share: Mapping[int, float], in_tiles: bool

@@ -308,9 +308,12 @@ class Search:
             found.append(dataclasses.replace(candidate, seconds=seconds))
             begun.append(assignment)
         within = self.spans.fastest(allowed["descent"])
-        best = [self.descent.fastest(allowed["descent"], begun, within)]
+        best = []
         if self.strips is not None:
             best.append(self.strips.fastest(allowed["descent"]))
+        # If nobody found a schedule that fits without host memory, there is only a far slower one.
+        if not any(best) or begun or within is not None:
+            best.append(self.descent.fastest(allowed["descent"], begun, within))
         chosen = min((f for f in best if f is not None), key=lambda f: f.seconds, default=None)
         return found if chosen is None else [*found, assigned(self.costs, chosen.assignment)]
 
