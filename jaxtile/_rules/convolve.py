@@ -99,27 +99,35 @@ class _Convolution(Bilinear):
         return _result(self.in_loop, self.params, lhs, rhs)
 
     def backward(self, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-        params, (lhs, rhs) = self.params, residuals
+        return _gradients(self.in_loop, tuple(sorted(self.params.items())), *residuals, cotangent)
 
-        def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
-            if has_large_kernel(params, lhs, rhs):
-                return gradients_by_rows(params, lhs, rhs, cotangent)
-            if _is_narrow(params, lhs):
-                of_lhs = jax.linear_transpose(lambda x: _by_blocks(params, x, rhs), lhs)
-                of_rhs = jax.linear_transpose(lambda w: _by_blocks(params, lhs, w), rhs)
-                return *of_lhs(cotangent), *of_rhs(cotangent)
-            of_kernel = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
-            image = of_image(as_given, params, lhs, rhs, cotangent)
-            return image, of_kernel(params, lhs, rhs, cotangent)
 
-        plain = functools.partial(gradients, as_given, params)
-        return lax.platform_dependent(
-            lhs,
-            rhs,
-            cotangent,
-            cpu=functools.partial(gradients, _in_order, params) if self.in_loop else plain,
-            default=restated if _is_restated(params, lhs, rhs) else plain,
-        )
+@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _gradients(
+    in_loop: bool, given: tuple[tuple[str, Any], ...], lhs: Array, rhs: Array, cotangent: Array
+) -> tuple[Array, Array]:
+    """Of both operands. Of convolutions that are alike, they are traced once."""
+    params = dict(given)
+
+    def restated(lhs: Array, rhs: Array, cotangent: Array) -> tuple[Array, Array]:
+        if has_large_kernel(params, lhs, rhs):
+            return gradients_by_rows(params, lhs, rhs, cotangent)
+        if _is_narrow(params, lhs):
+            of_lhs = jax.linear_transpose(lambda x: _by_blocks(params, x, rhs), lhs)
+            of_rhs = jax.linear_transpose(lambda w: _by_blocks(params, lhs, w), rhs)
+            return *of_lhs(cotangent), *of_rhs(cotangent)
+        of_kernel = _of_strided_kernel if _is_transposed(params) else _of_depthwise_kernel
+        image = of_image(as_given, params, lhs, rhs, cotangent)
+        return image, of_kernel(params, lhs, rhs, cotangent)
+
+    plain = functools.partial(gradients, as_given, params)
+    return lax.platform_dependent(
+        lhs,
+        rhs,
+        cotangent,
+        cpu=functools.partial(gradients, _in_order, params) if in_loop else plain,
+        default=restated if _is_restated(params, lhs, rhs) else plain,
+    )
 
 
 def _is_restated(params: Mapping[str, Any], lhs: Array, rhs: Array) -> bool:
