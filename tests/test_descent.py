@@ -11,6 +11,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
@@ -19,11 +20,12 @@ from experiments.measuring.problems import problem, shape_of
 from jaxtile._plan.assignment import Assignments, Traffic
 from jaxtile._plan.candidates import as_assignment
 from jaxtile._plan.candidates import assigned as as_candidate
-from jaxtile._plan.costs import BUILT_IN, host_memory
+from jaxtile._plan.costs import BUILT_IN, Duration, host_memory
 from jaxtile._plan.descent import Descent
 from jaxtile._plan.kernels import grids, strips
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
+from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import Stage, fastest, measured
 from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
@@ -321,6 +323,29 @@ def test_transfers_run_beside_strips():
     assert moved.waited(strips, 80.0, link=10.0) == pytest.approx(ends)
     back = Traffic(fetched=40.0, sent=100.0, added=100.0)
     assert back.waited(strips, 80.0, link=10.0) == pytest.approx(0.03 * 24.0 + 0.97 * 10.0)
+
+
+@parametrize_few("room", [2**24, 2**30])
+def test_strips_where_there_is_little_room(room):
+    """A result takes 16 MiB."""
+    params, _ = arguments(layers=4)
+    x = jax.ShapeDtypeStruct((1, 1024, 1024, 2), jnp.float64)
+    outline = jaxtile.policy.outline(network, params, x, in_axes=AXES)
+    plain = jax.jit(default_step((params, x), AXES)(network)).trace(params, x)
+    search = Search(outline, lambda _: plain, Terms(2**30, BUILT_IN["gpu"], host=2**40))
+    *_, found = search.candidates({"solver": room, "descent": room})
+    assert found.peak <= room
+    little = room == 2**24
+    assert any(s.offloaded for s in found.stages) == little
+    tiled = [s.grid for s in found.stages if isinstance(s.grid, tuple)]
+    assert not little or all(grid[1] == 1 for grid in tiled)
+
+
+def test_a_share_of_an_operation():
+    """One by one as all together: between points, at them, and beyond them."""
+    duration = Duration(9.0, (0.125, 0.25, 1.0), (1.0, 3.0, 4.0))
+    shares = [0.0, 0.125, 0.2, 0.25, 0.7, 1.0, 1.5]
+    assert [duration.at(x) for x in shares] == pytest.approx(list(duration.of(np.array(shares))))
 
 
 @pytest.mark.parametrize(

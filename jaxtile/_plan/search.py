@@ -49,6 +49,7 @@ _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
+_IMPROVABLE = 2.0  # times the time of another: a local search gains less than that
 _KINDS = ("solver", "descent")  # of schedules, by where they come from
 
 
@@ -308,14 +309,13 @@ class Search:
             found.append(dataclasses.replace(candidate, seconds=seconds))
             begun.append(assignment)
         within = self.spans.fastest(allowed["descent"])
-        best = []
-        if self.strips is not None:
-            best.append(self.strips.fastest(allowed["descent"]))
-        # If nobody found a schedule that fits without host memory, there is only a far slower one.
-        if not any(best) or begun or within is not None:
-            best.append(self.descent.fastest(allowed["descent"], begun, within))
-        chosen = min((f for f in best if f is not None), key=lambda f: f.seconds, default=None)
-        return found if chosen is None else [*found, assigned(self.costs, chosen.assignment)]
+        best = None if self.strips is None else self.strips.fastest(allowed["descent"])
+        limit = math.inf if best is None else best.seconds
+        known = [self.costs.estimate(a).seconds for a in (*begun, within) if a is not None]
+        if best is None or min(known, default=math.inf) < _IMPROVABLE * limit:
+            other = self.descent.fastest(allowed["descent"], begun, within)
+            best = other if other is not None and other.seconds < limit else best
+        return found if best is None else [*found, assigned(self.costs, best.assignment)]
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
