@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import pathlib
+import random
 import re
 
 import jax
@@ -185,14 +186,43 @@ class Chosen:
         return self.choices
 
 
+def outlined(network):
+    if network is bottlenecks:
+        return jaxtile.policy.outline(bottlenecks, *blocks(), in_axes=AXES)
+    size = 252 if network == "unet" else 256
+    given = problem(network, shape_of(network, size=size), jnp.bfloat16, abstract=True)
+    return jaxtile.policy.outline(given.loss, *given.arguments, in_axes=given.in_axes)
+
+
+@parametrize_few("network", [bottlenecks, "resnet50", "unet", "vgg16"], always=1)
+def test_segments_can_be_estimated_one_by_one(network):
+    """At random: between whole results that nothing else spans, nothing depends on the rest."""
+    outline = outlined(network)
+    by_segment, at_once = (Assignments(outline, BUILT_IN["gpu"]) for _ in range(2))
+    at_once.facts.joints, facts = {}, by_segment.facts
+    tried = [*grids(outline)[:2], *strips(outline)[:1]]
+    descent = Descent(by_segment, tried, host=math.inf)
+    rng, split = random.Random(0), 0
+    for _ in range(100):
+        states = rng.choices((INSIDE, PASSING, RESTORED, KEPT, HOSTED), (4, 4, 1, 2, 2), k=facts.n)
+        modes = [Mode("whole")] * facts.n
+        for block in descent.blocks:
+            mode = rng.choice(descent.modes)
+            for k in block:
+                modes[k] = mode
+        given = descent._normal(states, modes)
+        found, expected = by_segment.estimate(given), at_once.estimate(given)
+        assert found.seconds == pytest.approx(expected.seconds)
+        assert found.needs == pytest.approx(expected.needs)
+        assert found.hosted == pytest.approx(expected.hosted)
+        split += len(list(by_segment._split(None, facts.parts, given.states, given.modes))) > 1
+    assert split > 50
+
+
 @parametrize_few("network", [bottlenecks, "resnet50"], always=1)
 def test_what_is_estimated_is_what_runs(network):
     """A schedule says of stored results how they are computed; all else follows from that."""
-    if network is bottlenecks:
-        outline = jaxtile.policy.outline(bottlenecks, *blocks(), in_axes=AXES)
-    else:
-        given = problem(network, (1, 256, 256, 3), jnp.bfloat16, abstract=True)
-        outline = jaxtile.policy.outline(given.loss, *given.arguments, in_axes=given.in_axes)
+    outline = outlined(network)
     costs = Assignments(outline, BUILT_IN["gpu"])
     descent = Descent(costs, grids(outline))
     descent.smallest()

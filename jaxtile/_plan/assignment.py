@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,8 +34,21 @@ from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 _ENDS = 3  # strips of a loop during which nothing else is computed, or sent
 
 
+class Begin(NamedTuple):
+    """The whole result with which a segment begins, and how it is computed again if it passes."""
+
+    joint: int | None
+    """None: the network begins here."""
+    state: int | None
+    before: tuple[int, ...] = ()
+    """Operations that do so."""
+    sources: tuple[int, ...] = ()
+    """Whole arrays that they read, and what becomes of these."""
+    of_sources: tuple[int, ...] = ()
+
+
 class Segment(NamedTuple):
-    """Operations between two kept results that nothing else spans."""
+    """Operations between two whole results that nothing else spans."""
 
     seconds: float
     needs: list[float]
@@ -101,25 +114,35 @@ class Assignments:
         self.regions = Regions(self.facts)
         self.of_regions = RegionCosts(self.facts, costs)
         self._link = costs.host_bandwidth or math.inf
+        facts = self.facts
+        self._settled = {
+            k: KEPT if facts.tiled[k] else INSIDE for k in facts.parts if k not in facts.whole
+        }
+        """States that no schedule can choose."""
         self._beside: dict[Any, Beside] = {}
         self._segments: dict[Any, Segment] = {}
 
     def estimate(self, given: Assignment) -> Estimate:
-        """Of all segments: what lies between two kept results that nothing else spans does not
-        depend on what lies elsewhere, and is not worked out again.
+        found = self.span(None, self.facts.parts, given)
+        return Estimate(found.seconds, np.array(found.needs), found.regions, found.most_hosted)
+
+    def span(self, joint: int | None, own: Sequence[int], given: Assignment) -> Segment:
+        """Of all segments of operations that begin at a kept result: what lies between two whole
+        results that nothing else spans does not depend on what lies elsewhere, and is not worked
+        out again.
         """
         seconds, kept, needs, regions = 0.0, 0.0, [], []
         hosted = most_hosted = 0.0
-        for joint, own in self._split(given.states):
-            key = (
-                own[0],
-                tuple(given.states[k] for k in own),
-                tuple(given.modes[k] for k in own),
-                joint,
-                None if joint is None else given.states[joint],
-            )
+        states = self._states(given)
+        known = own if joint is None else (joint, *own)
+        there = bits(k for k in known if states[k] in (KEPT, HOSTED))
+        for first, some, riding in self._split(joint, own, states, given.modes):
+            begin = self._begin(first, states, there)
+            here = slice(some[0], some[-1] + 1)
+            key = some[0], riding, tuple(states[here]), given.modes[here], begin
             if key not in self._segments:
-                self._segments[key] = self.segment(joint, own, given)
+                every = [*some, *riding]
+                self._segments[key] = self._segment(begin, every, states, given.modes)
             found = self._segments[key]
             seconds += found.seconds
             needs += [kept + n for n in found.needs]
@@ -127,36 +150,57 @@ class Assignments:
             kept += found.kept
             most_hosted = max(most_hosted, hosted + found.most_hosted)
             hosted += found.hosted
-        return Estimate(seconds, np.array(needs), regions, most_hosted)
+        return Segment(seconds, needs, regions, kept, hosted, most_hosted)
 
-    def _split(self, states: Sequence[int]) -> Iterator[tuple[int | None, list[int]]]:
-        """Segments: the kept result that each one begins with, and its operations."""
-        facts = self.facts
-        joint, start = None, 0
-        for k, after in facts.joints.items():
-            if states[k] in (KEPT, HOSTED):
-                yield joint, facts.parts[start:after]
-                joint, start = k, after
-        if facts.parts[start:]:
-            yield joint, facts.parts[start:]
-
-    def segment(self, joint: int | None, own: Sequence[int], given: Assignment) -> Segment:
-        """What operations cost that begin at a kept result, and end at one."""
-        facts = self.facts
+    def _states(self, given: Assignment) -> list[int]:
         states = list(given.states)
-        for k in own:
-            if k not in facts.whole:
-                states[k] = KEPT if facts.tiled[k] else INSIDE
+        for k, state in self._settled.items():
+            states[k] = state
+        return states
+
+    def _split(
+        self, joint: int | None, own: Sequence[int], states: Sequence[int], modes: Sequence[Mode]
+    ) -> Iterator[tuple[int | None, list[int], tuple[int, ...]]]:
+        """Segments: the whole result that each one begins with, its operations, and the later
+        reductions that are added up where its last result is computed.
+        """
+        facts = self.facts
+        start, before = facts.at[own[0]], tuple[int, ...]()
+        end = start + len(own)
+        for k, after in facts.joints.items():
+            if not start < after < end or states[k] in (INSIDE, RESTORED):
+                continue
+            riding = tuple(
+                r
+                for r, way in facts.following[k]
+                if modes[r].grid != "whole" and all(states[i] == INSIDE for i in way)
+            )
+            if riding and (modes[k].grid is None or riding[-1] > own[-1]):
+                continue
+            if not any(modes[r].grid == "whole" for r in facts.across[k]):
+                yield joint, [i for i in facts.parts[start:after] if i not in before], riding
+                joint, start, before = k, after, riding
+        yield joint, [i for i in facts.parts[start:end] if i not in before], ()
+
+    def _begin(self, joint: int | None, states: Sequence[int], kept: int) -> Begin:
+        if joint is None or states[joint] != PASSING:
+            return Begin(joint, None if joint is None else states[joint])
+        before, sources = self.regions.reach([joint], kept)
+        return Begin(joint, PASSING, before, sources, tuple(states[i] for i in sources))
+
+    def _segment(
+        self, begin: Begin, own: Sequence[int], states: Sequence[int], modes: Sequence[Mode]
+    ) -> Segment:
+        facts, joint = self.facts, begin.joint
         known = own if joint is None else [joint, *own]
         whole = bits(k for k in known if states[k] != INSIDE)
-        kept = bits(k for k in known if states[k] in (KEPT, HOSTED))
-        regions = self.regions.of(own, whole, given.modes)
+        kept = bits(k for k in (*known, *begin.sources) if states[k] in (KEPT, HOSTED))
+        regions = self.regions.of(own, whole, modes)
         seconds = self.regions.grouped(regions, states, kept)
         for region in regions:
             region.cost = self.of_regions.cost(region, states)
         once = {k for r in regions if r.mode.grid is None for k in r.own}
         seconds += sum(r.cost.seconds for r in regions) + facts.plain(once)
-        hosted = [k for k in known if states[k] == HOSTED]
         held = {k: facts.held[k] for k in once}
         for k in own:
             if states[k] == KEPT:
@@ -166,23 +210,21 @@ class Assignments:
                 held |= {i: facts.bytes[i] for i in region.reads if i != joint}
         last = _last_reads(regions)
         needs = self._needs(regions, states, known, held, last)
-        most_hosted = 0.0
-        if hosted:
-            most_hosted = self._most_hosted(regions, hosted, own, last)
-            seconds += self._moved_to_host(regions, hosted, joint, last)
+        hosted = [k for k in known if states[k] == HOSTED]
+        there = {*hosted, *(i for i in begin.sources if states[i] == HOSTED)}
         return Segment(
-            seconds,
+            seconds + (self._moved_to_host(regions, there, joint, last) if there else 0.0),
             needs,
             regions,
             kept=sum(held.values()),
             hosted=sum(facts.bytes[k] for k in hosted if k != joint),
-            most_hosted=most_hosted,
+            most_hosted=self._most_hosted(regions, hosted, own, last) if hosted else 0.0,
         )
 
     def _moved_to_host(
         self,
         regions: Sequence[Region],
-        hosted: Sequence[int],
+        there: Collection[int],
         joint: int | None,
         last: Mapping[int, int],
     ) -> float:
@@ -192,15 +234,16 @@ class Assignments:
         that reads it does so in both passes, and reads and writes the sum; but the sum begins with
         zeros that are written, or, if tiles read parts, with what the first of them writes.
         """
-        size, there, seconds = self.facts.bytes, set(hosted), 0.0
+        size, seconds = self.facts.bytes, 0.0
         for region in regions:
-            if there.isdisjoint((region.end, *region.reads, *region.sources)):
+            read, sources = ([i for i in x if i in there] for x in (region.reads, region.sources))
+            if not read and not sources and region.end not in there:
                 continue
             first, again = Traffic(), Traffic()
             if region.end in there and region.end != joint:
                 first.sent += size[region.end]
                 again.fetched += size[region.end]
-            for i in there.intersection(region.reads):
+            for i in read:
                 first.fetched += size[i]
                 again.fetched += size[i]
                 again.sent += size[i]
@@ -209,7 +252,7 @@ class Assignments:
                 elif i not in self._beside_result(region).parts:
                     again.added += size[i]
                     seconds += size[i] / self._link
-            again.fetched += sum(size[i] for i in there.intersection(region.sources))
+            again.fetched += sum(size[i] for i in sources)
             cost = region.cost
             seconds += first.waited(region.mode, cost.first, self._link)
             seconds += again.waited(region.mode, cost.seconds - cost.first, self._link)
@@ -266,12 +309,14 @@ class Assignments:
         # What changes from one operation to the next.
         there = [0.0] * (own[-1] + 2 - begin)
         for k in hosted:
-            if k in inside:
-                there[first.get(k, k) - begin] += size[k]
+            if k in first or k not in self.facts.joints:  # else it is gone when this begins
+                there[first.get(k, k) - begin] += size[k] * (k in inside)
             there[k - begin] += size[k]
             there[last.get(k, k) + 1 - begin] -= size[k]
         there = list(itertools.accumulate(there))
-        return max(there[r.end - begin] for r in regions)
+        # If nobody reads the first one, it and its cotangents were there at the same time.
+        unread = sum(size[k] for k in hosted if k not in inside and k not in first)
+        return max(unread, *(there[r.end - begin] for r in regions), 0.0)
 
     def _shares_cotangents(self, region: Region, last: Mapping[int, int]) -> bool:
         """Do the cotangents of an input take the place of the result's?"""

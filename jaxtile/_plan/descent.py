@@ -63,6 +63,7 @@ class Descent:
         self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
+        self.known = {*self.span.own, *(i for k in self.span.own for i in self.facts.inputs[k])}
         self.edges = [(k, i) for k in self.span.own for i in self.facts.inputs[k]]
         self.modes = [Mode(None), Mode("whole")]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
@@ -289,7 +290,7 @@ class Descent:
                 assignment,
                 hosted=estimate.hosted,
             )
-        part = self.costs.segment(self.span.begin, self.span.own, assignment)
+        part = self.costs.span(self.span.begin, self.span.own, assignment)
         needs = np.array(part.needs)
         return Found(part.seconds, needs, float(needs.max(initial=0.0)), assignment, part.kept)
 
@@ -338,8 +339,8 @@ class Descent:
         is kept. What is hosted is made and read by loops.
         """
         found = list(states)
-        once = [mode.grid is None for mode in modes]
-        loops = [mode.loops for mode in modes] if self.host else once
+        once = {k: modes[k].grid is None for k in self.known}
+        loops = {k: modes[k].loops for k in self.known} if self.host else once
         for k in self.span.own:
             if once[k]:
                 found[k] = INSIDE

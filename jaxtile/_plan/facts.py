@@ -44,6 +44,12 @@ class Facts:
         self._contract()
         self.asked = [bits([*self.inputs[k], *self.awaits[k]]) for k in range(self.n)]
         self.joints = self._joints()
+        self.across = {k: self._across(self.parts[after:]) for k, after in self.joints.items()}
+        """Per joint, reductions before the next operation that are awaited there or later."""
+        self.following = {k: self._following(k, after) for k, after in self.joints.items()}
+        """Per joint, later reductions that can be added up where it is computed, and operations of
+        which no result may be whole then.
+        """
 
     def _contract(self) -> None:
         """What each operation reads, without operations that are part of their readers; and of
@@ -75,11 +81,12 @@ class Facts:
             if stands_for[k] == k:
                 kept.add(k)
         self.parts = sorted(kept)
+        self.at = {k: n for n, k in enumerate(self.parts)}
         self.whole = {k for k in kept if self.tiled[k] and k not in self.outline.outputs}
         """Results that may be whole arrays; those of the function are in any case."""
         self.inputs = [[i for i, _ in read] for read in self.reads]
 
-    def narrows(self) -> dict[int, int]:
+    def _joints(self) -> dict[int, int]:
         """Results that are read later, while nothing else that was made before them is; and where,
         in `parts`, the next operations begin.
         """
@@ -97,23 +104,22 @@ class Facts:
             reach = max(reach, last[k])
         return found
 
-    def _joints(self) -> dict[int, int]:
-        """Narrows with which a segment can end: reductions belong to what they follow, so they must
-        be before its end.
-        """
-        narrows = self.narrows().items()
-        return {k: after for k, after in narrows if not self._followed(k, self.parts[after:])}
+    def _across(self, later: Sequence[int]) -> list[int]:
+        return sorted({r for k in later for r in self.awaits[k] if r < later[0]})
 
-    def _followed(self, k: int, later: Sequence[int]) -> bool:
-        """Are there reductions of a result, or of what is computed from it position by position?"""
-        same = {k}
-        for p in later:
-            if same.issuperset(self.inputs[p]):
-                if self.reduces[p]:
-                    return True
-                if self.by_position[p]:
-                    same.add(p)
-        return False
+    def _following(self, joint: int, after: int) -> list[tuple[int, frozenset[int]]]:
+        """Reductions of a result, or of what is computed from it position by position."""
+        found, between = [], {joint: frozenset[int]()}
+        for k in self.parts[after:]:
+            if not self.inputs[k] or not all(i in between for i in self.inputs[k]):
+                continue
+            way = frozenset[int]().union(*(between[i] for i in self.inputs[k]))
+            if self.reduces[k]:
+                if all(r < joint for i in (k, *way) for r in self.awaits[i]):
+                    found.append((k, way))
+            elif self.by_position[k]:
+                between[k] = way | {k}
+        return found
 
     def plain(self, operations: Collection[int]) -> float:
         """Seconds of these, forwards and backwards, once."""

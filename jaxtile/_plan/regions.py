@@ -59,7 +59,7 @@ class Regions:
             if not whole >> k & 1 and (not facts.reduces[k] or inside >> k & 1):
                 continue
             in_one = modes[k].grid == "whole"
-            own, reads = self._reach([k], whole, inside if in_one else 0)
+            own, reads = self.reach([k], whole, inside if in_one else 0)
             inside &= ~bits(own)
             key: Any = k
             if facts.reduces[k]:
@@ -74,7 +74,7 @@ class Regions:
         # A reduction that leads to no whole array ends a region itself.
         while inside:
             k = inside.bit_length() - 1
-            own, reads = self._reach([k], whole, inside)
+            own, reads = self.reach([k], whole, inside)
             found[k] = Region(k, own, reads, modes[k])
             inside &= ~bits(own)
         return sorted(found.values(), key=lambda r: r.end)
@@ -115,7 +115,7 @@ class Regions:
         if any(states[k] == HOSTED for k in (*outside, *made)):
             return math.inf
         passing = sorted(i for i in outside if not kept >> i & 1)
-        before = self._reach(passing, kept)[0]
+        before = self.reach(passing, kept)[0]
         seconds = sum(facts.forward[k] for k in before)
         given = sum(facts.bytes[i] for i in passing)
         # They are computed whole, one after the other, when nothing else of the group is there.
@@ -133,10 +133,10 @@ class Regions:
         """What a region must compute before its own operations."""
         passing = [i for i in region.reads if not kept >> i & 1]
         if passing and region.mode.grid is not None:
-            region.before, sources = self._reach(passing, kept)
+            region.before, sources = self.reach(passing, kept)
             region.sources = tuple(i for i in sources if i not in region.reads)
 
-    def _reach(self, ends: Sequence[int], whole: int, inside: int = 0) -> Reach:
+    def reach(self, ends: Sequence[int], whole: int, inside: int = 0) -> Reach:
         """The operations that compute these results, and the whole arrays that they read.
 
         `whole`, `inside`: sets of operations, as bits of a number: which results are whole arrays,

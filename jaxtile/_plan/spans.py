@@ -131,7 +131,7 @@ def _apart(facts: Facts) -> dict[int, int]:
     """
     found: dict[int, int] = {}
     begin = 0
-    for k, after in facts.narrows().items():
+    for k, after in facts.joints.items():
         if after - begin >= _SHORTEST:
             found[k], begin = after, after
     return found
