@@ -136,7 +136,7 @@ class Assignments:
         states = self._states(given)
         known = own if joint is None else (joint, *own)
         there = bits(k for k in known if states[k] in (KEPT, HOSTED))
-        for first, some, riding in self._split(joint, own, states, given.modes):
+        for first, some, riding in self._split(joint, own, states, given.modes) if own else ():
             begin = self._begin(first, states, there)
             here = slice(some[0], some[-1] + 1)
             key = some[0], riding, tuple(states[here]), given.modes[here], begin

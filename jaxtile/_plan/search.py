@@ -50,6 +50,7 @@ _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
 _IMPROVABLE = 2.0  # times the time of another: a local search gains less than that
+_SHARES = (0.9, 1.0)  # of the room: from what is found for less, the search may get further
 _KINDS = ("solver", "descent")  # of schedules, by where they come from
 
 
@@ -298,18 +299,18 @@ class Search:
 
     def candidates(self, allowed: Mapping[str, float]) -> list[Candidate]:
         """Schedules within the allowance of their kind."""
-        solution = fastest(self.tables, allowed["solver"]) if allowed["solver"] > 0 else None
-        found: list[Candidate] = []
-        begun = []
-        if solution is not None:
-            candidate = solved(self.model, self.tables, solution)
-            assignment = as_assignment(self.model, self.tables, solution)
-            # Schedules of both kinds are compared by one estimate.
-            seconds = self.costs.estimate(assignment).seconds
-            found.append(dataclasses.replace(candidate, seconds=seconds))
-            begun.append(assignment)
-        within = self.spans.fastest(allowed["descent"])
-        best = None if self.strips is None else self.strips.fastest(allowed["descent"])
+        found, begun = list[Candidate](), []
+        for room in (share * allowed["solver"] for share in _SHARES):
+            solution = fastest(self.tables, room) if room > 0 else None
+            if solution is not None:
+                candidate = solved(self.model, self.tables, solution)
+                begun.append(as_assignment(self.model, self.tables, solution))
+                # Schedules of both kinds are compared by one estimate.
+                seconds = self.costs.estimate(begun[-1]).seconds
+                found.append(dataclasses.replace(candidate, seconds=seconds))
+        within, best = self.spans.fastest(allowed["descent"]), None
+        if self.strips is not None:
+            *_, best = [self.strips.fastest(share * allowed["descent"]) for share in _SHARES]
         limit = math.inf if best is None else best.seconds
         known = [self.costs.estimate(a).seconds for a in (*begun, within) if a is not None]
         if best is None or min(known, default=math.inf) < _IMPROVABLE * limit:
