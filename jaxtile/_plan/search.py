@@ -49,7 +49,7 @@ _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
-_IMPROVABLE = 2.0  # times the time of another: a local search gains less than that
+_IMPROVABLE = 2.0  # times another's estimated time: what takes longer is not searched further
 _SHARES = (0.9, 1.0)  # of the room: from what is found for less, the search may get further
 _KINDS = ("solver", "descent")  # of schedules, by where they come from
 
@@ -300,14 +300,13 @@ class Search:
     def candidates(self, allowed: Mapping[str, float]) -> list[Candidate]:
         """Schedules within the allowance of their kind."""
         found, begun = list[Candidate](), []
-        for room in (share * allowed["solver"] for share in _SHARES):
-            solution = fastest(self.tables, room) if room > 0 else None
-            if solution is not None:
-                candidate = solved(self.model, self.tables, solution)
-                begun.append(as_assignment(self.model, self.tables, solution))
-                # Schedules of both kinds are compared by one estimate.
-                seconds = self.costs.estimate(begun[-1]).seconds
-                found.append(dataclasses.replace(candidate, seconds=seconds))
+        rooms = [share * allowed["solver"] for share in _SHARES if allowed["solver"] > 0]
+        for solution in filter(None, (fastest(self.tables, room) for room in rooms)):
+            candidate = solved(self.model, self.tables, solution)
+            begun.append(as_assignment(self.model, self.tables, solution))
+            # Schedules of both kinds are compared by one estimate.
+            seconds = self.costs.estimate(begun[-1]).seconds
+            found.append(dataclasses.replace(candidate, seconds=seconds))
         within, best = self.spans.fastest(allowed["descent"]), None
         if self.strips is not None:
             *_, best = [self.strips.fastest(share * allowed["descent"]) for share in _SHARES]
@@ -316,7 +315,8 @@ class Search:
         if best is None or min(known, default=math.inf) < _IMPROVABLE * limit:
             other = self.descent.fastest(allowed["descent"], begun, within)
             best = other if other is not None and other.seconds < limit else best
-        return found if best is None else [*found, assigned(self.costs, best.assignment)]
+        found += [] if best is None else [assigned(self.costs, best.assignment)]
+        return list(dict.fromkeys(found))
 
     def smallest(self) -> Candidate:
         if self._smallest is None:
