@@ -60,7 +60,7 @@ def case(height):
     "height, strips, names",
     [
         (40, 10, ["one", "two", "three"]),
-        pytest.param(41, 5, ["one", "three"], marks=pytest.mark.slow),
+        pytest.param(41, 8, ["one", "three"], marks=pytest.mark.slow),
         pytest.param(39, 20, ["two"], marks=pytest.mark.slow),
         pytest.param(64, 4, ["one", "two"], marks=pytest.mark.slow),
     ],
@@ -132,8 +132,8 @@ def scans(jaxpr):
 
 
 def positions(body):
-    """Per array in host memory that is read or written in part: is the place a counter's? But for
-    sums, which are read after they were written. A counter is a number; rows of the table are not.
+    """Per array in host memory that is read or written in part: is the place a counter's? A counter
+    is a number; rows of the table are not.
     """
     counters = [v for v in body.invars if v.aval.shape == () and v.aval.dtype == np.int32]
     made = {v: e for e in body.eqns for v in e.outvars}
@@ -148,5 +148,5 @@ def positions(body):
     for eqn in body.eqns:
         first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(eqn.primitive.name)
         on_host = eqn.invars[0].aval.memory_space is jax.memory.Space.Host if first else False
-        if on_host and eqn.invars[0] not in made:
+        if on_host:
             yield all(map(counted, eqn.invars[first:]))

@@ -78,6 +78,13 @@ class Line(NamedTuple):
         """Positions of the tile with this number; a number too far lies beyond the ends."""
         return {c: self.first[c] + self.step[c] * k for c in self.first}
 
+    def at(self, k: Any, scalars: Any) -> list[Any]:
+        """All positions of that tile, with those in host memory from the counter."""
+        row = self.kind.row(scalars)
+        for c, position in self.row(k).items():
+            row[c] = position
+        return row
+
     @classmethod
     def of(cls, rows: np.ndarray, tiles: np.ndarray, moved: Sequence[Moved]) -> Line | None:
         """These tiles, if there are enough, and one more strip at both ends is inside."""
@@ -121,7 +128,7 @@ def run(work: Work, line: Line, carry: Any, xs: Any) -> tuple[Any, Any]:
         k, carry, fetched, waiting = state
         carry = work.send(carry, waiting, line.row(k - 1))
         later = work.fetch(line.row(k + 1))
-        x = (line.kind.row(x[0]), *x[1:])
+        x = (line.at(k, x[0]), *x[1:])
         carry, out, waiting = work.put(carry, work.compute(work.read(carry, x, fetched), x), x)
         found = [r for r in jax.tree.leaves((carry, waiting, out)) if not on_host(r)]
         fetched = after(fetched, [min(found, key=lambda r: r.size)])
