@@ -26,8 +26,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
             ["experiments.largest", "--model=alexnet", "--budget=40MB", "--policy=plain"],
             ["| plain | 2", "alexnet, batch 1, float32, within 38.1 MiB"],
         ),
+        (
+            ["experiments.gigapixel", "--size=32", "--width=2", "--budget=40MB", "--steps=1"],
+            ["| 32 x 32 |", "vgg16, bfloat16, within 40MB"],
+        ),
     ],
-    ids=["grids", "largest"],
+    ids=["grids", "largest", "gigapixel"],
 )
 def test_program(arguments, words):
     done = run(*arguments)

@@ -76,9 +76,10 @@ class RegionCosts:
         if tiled_forward and state != HOSTED:  # a loop writes tiles to all of its result
             forward += (1 - share[end]) * facts.bytes[end]
         if region.mode.strips:
-            ahead = self._ahead(region, hosted, share)
+            ahead = self._windows(region, hosted, share)
+            sums = self._windows(region, [i for i in region.reads if i in hosted], share)
             ends = share[end] * facts.bytes[end] if state == HOSTED else 0.0
-            forward, held = forward + ahead + ends, held + 2 * ahead + ends
+            forward, held = forward + ahead + ends, held + 2 * ahead + sums + ends
         given = self._given(region, state in (KEPT, HOSTED, RESTORED))
         seconds = tile.first + tile.again + (0.0 if given else tile.last)
         return Cost(seconds, forward, held, tile.first)
@@ -119,8 +120,8 @@ class RegionCosts:
             cotangents=max(self._cotangents(region, k, share, tiles > 1) for k in own),
         )
 
-    def _ahead(self, region: Region, hosted: Sequence[int], share: Mapping[int, float]) -> float:
-        """Bytes of the windows that come from host memory while another tile is computed."""
+    def _windows(self, region: Region, hosted: Sequence[int], share: Mapping[int, float]) -> float:
+        """Bytes of the windows of these that a tile reads."""
         facts, inside = self.facts, share.keys()
         windows = dict.fromkeys(hosted, 0.0)
         for k in inside:
