@@ -24,6 +24,7 @@ PROGRAMS = {
     "compare": "two runs or more, side by side",
     "plan": "plan a model for a budget of memory",
     "largest": "the largest image that trains within a budget, per policy",
+    "gigapixel": "steps on images in host memory, larger than the device",
     "sweep": "measure models x sizes x policies",
     "report": "a page about a sweep",
     "bench": "jaxtile beside plain JAX, and PyTorch",

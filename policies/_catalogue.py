@@ -205,7 +205,7 @@ def _tiled_graph(outline: Outline) -> ForwardGraph:
     inputs = []
     for k in tiled:
         read = {i for j in (k, *parts[k].awaits) for i in parts[j].inputs}
-        inputs.append(sum(1 << tiled[i] for i in read))
+        inputs.append(sum(1 << tiled[i] for i in read if i in tiled))
     last = (1 << len(tiled)) - 1
     for read_by_one in inputs:
         last &= ~read_by_one

@@ -103,7 +103,7 @@ def test_a_function_with_a_rule():
         {"tiles": (1, 1)},
         {"policy": "passing:2x2"},
         {"policy": "sqrt"},
-        {"policy": "everything"},
+        {"policy": "store_all"},
         {"policy": jax.checkpoint_policies.save_only_these_names("norm", "pool")},
         {
             "policy": jax.checkpoint_policies.save_and_offload_only_these_names(

@@ -102,7 +102,9 @@ FUNCTIONS = {
     "one hot": one_hot,
     "cross entropy": cross_entropy,
     "masked": masked,
-    "accuracy": lambda w, x, n: (conv(x, w[0]).reshape(-1, 2).argmax(-1) == n.ravel()).mean(),
+    "accuracy": lambda w, x, n: (conv(x, w[0]).reshape(-1, 2).argmax(-1) == n.ravel()).mean(
+        dtype=x.dtype
+    ),
     "there and back": there_and_back,
     "norm": lambda w, x, n: normed(conv(x, w[0]).reshape(2, -1, 2), 1).reshape(x.shape),
     "group norm": lambda w, x, n: normed(conv(x, w[0]).reshape(2, 63, 2, 1), (1, 3)),

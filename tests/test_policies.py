@@ -106,6 +106,17 @@ def test_cuts_of_networks_whose_statistics_are_of_another_type():
     assert [name for name in stored if name is not ...] == ["block:2", "block:4"]
 
 
+@parametrize_few("text", ["sqrt", "every:2", "lower_sets:1MB"])
+def test_reductions_along_one_tiled_axis(text):
+    """What follows has tiles along the other axis, and reads what has none."""
+
+    def fun(w, x):
+        return jnp.sin(conv(jnp.cos(conv(x, w)), w).mean(2))
+
+    args = normal(1, 3, 3, 2, 2), normal(2, 1, 8, 7, 2)
+    assert_same(fun, *args, in_axes=(None, (1, 2)), tiles=(2, 2), policy=text)
+
+
 def test_tiles_given_by_the_caller_win():
     explained = jaxtile.explain(
         named,

@@ -110,8 +110,11 @@ class Feed:
             labels = batch.labels
             labels = jax.device_put(labels) if isinstance(labels, np.ndarray) else labels
             return Sent(batch.images, labels, batch.names)
-        parts = zip((batch.images, batch.labels), self.places, strict=True)
-        arrays = [jax.device_put(self.devices.placed(x), place) for x, place in parts]
+        parts = map(self.devices.placed, (batch.images, batch.labels))
+        arrays = [
+            x if isinstance(x, jax.Array) else jax.device_put(x, place)  # a mesh has placed its own
+            for x, place in zip(parts, self.places, strict=True)
+        ]
         skipped = self.repeats(batch.images, batch.labels) if self.repeats else 0
         return Sent(*jax.block_until_ready(arrays), batch.names, skipped)
 
