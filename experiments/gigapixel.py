@@ -55,14 +55,17 @@ _HEAD = (
 
 def main(argv: list[str]) -> None:
     del argv
+    if _FROZEN.value and _MODEL.value != "resnet50":
+        sys.exit(f"error: --frozen is for resnet50: {_MODEL.value} has no statistics")
     try:
         policies.parse_bytes(_BUDGET.value)
         offload = policies.parse_bytes(_OFFLOAD.value) if _OFFLOAD.value else False
         plan = jaxtile.Plan.load(_PLAN.value) if _PLAN.value else None
-        rows = [row(size, plan, offload) for size in _SIZE.value]
+        print(_HEAD, flush=True)
+        for size in _SIZE.value:
+            print(row(size, plan, offload), flush=True)
     except (ValueError, TypeError, OSError, policies.BudgetError) as error:
         sys.exit(f"error: {error}")
-    print("\n".join([_HEAD, *rows]))
     device = jax.devices()[0].device_kind
     frozen = ", frozen statistics" if _FROZEN.value else ""
     print(
