@@ -52,8 +52,8 @@ def main(argv: list[str]) -> None:
             offload=_OFFLOAD.value,
             device=_DEVICE.value,
         )
-    except (policies.BudgetError, policies.NoDeviceError) as error:
-        sys.exit(str(error))
+    except (ValueError, policies.BudgetError, policies.NoDeviceError) as error:
+        sys.exit(f"error: {error}")
     print(plan)
     if _SAVE.value:
         plan.save(_SAVE.value)

@@ -62,23 +62,30 @@ _TILES = {1: 2**20, 2: 1024, 3: 128}  # of networks with so many axes: about as 
 
 def with_scale(network: Network, image: Image, given: Sequence[str] | None) -> Network:
     """The network with the range that it takes this image's pixels by, which is printed."""
+    said = _range(given) if given else None
     if image.dtype == np.uint8 or network.learned.pixels != np.uint8:
+        if said is not None:
+            print(f"--range has no effect: {image.dtype} is taken as it is", flush=True)
         return network
     scale, origin = network.scale, "the range of the training images"
-    if given:
-        try:
-            low, high = map(float, given)
-            scale, origin = Scale(low, high), "as --range says"
-        except ValueError as error:
-            text = ",".join(given)
-            raise ConfigError(f"--range={text} must be two numbers, as 0,4095") from error
+    if said is not None:
+        scale, origin = said, "as --range says"
     if scale is None:
-        low, high = range_of(image)
+        low, high = range_of(image, network.nodata)
         if low == high:
             raise ImageError(image.path, f"all its values are {low}: --range=LOW,HIGH is needed")
         scale, origin = Scale(low, high), "the image's range: the network was trained on 8 bits"
     print(f"{image.dtype}: values from {scale} become 8 bits, {origin}", flush=True)
     return dataclasses.replace(network, scale=scale)
+
+
+def _range(given: Sequence[str]) -> Scale:
+    try:
+        low, high = map(float, given)
+        return Scale(low, high)
+    except ValueError as error:
+        text = ",".join(given)
+        raise ConfigError(f"--range={text} must be two numbers, as 0,4095") from error
 
 
 def load_network(workdir: str | os.PathLike) -> Network:

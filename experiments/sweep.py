@@ -55,6 +55,8 @@ def main(argv: list[str]) -> None:
 
 def cells(config: ConfigDict) -> list[Cell]:
     """The product; every cell is checked before any is run."""
+    if "models" not in config:
+        raise ConfigError("this config has no `models`: it is not one of a sweep")
     product = itertools.product(
         config.models, config.sizes, config.batches, config.dtypes, config.policies, config.tiles
     )

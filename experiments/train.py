@@ -14,6 +14,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+import jaxtile
+
 from . import data
 from .devices.hosts import find_devices, join
 from .devices.watch import Watch
@@ -35,7 +37,7 @@ _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
 _PROFILE = profile_flag()
 _STOPPED = "the same command goes on from the last checkpoint, if any"
-_SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped)
+_SENTENCES = (ConfigError, ImageError, CheckpointError, Stopped, jaxtile.TilingError)
 
 
 def main(argv: list[str]) -> None:

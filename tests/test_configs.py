@@ -69,6 +69,7 @@ start(lambda argv: print(dict(sorted(config_flag().value.model.items())), argv[1
         ("--config.model.spatial=two", "error: `model.spatial` (='two') must be as its default, 2"),
         ("--config.model.norm --config.train.steps=7", "error: --config.model.norm needs a value"),
         ("--config.modle.norm=batch", "has no field 'modle.norm'"),
+        ("--config.policy=budget:2 GB", "error: 'GB' is no option"),
         ("--config.model.name=vgg16 --config.model.width=4", "'name': 'vgg16'"),
         (
             "--config.model.name=vgg16 --config.model.depth=4 --config.model.norm=batch",

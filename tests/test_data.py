@@ -15,9 +15,9 @@ from hypothesis import strategies
 from PIL import Image as pillow
 from scipy import ndimage
 
-from experiments import data
+from experiments import data, images
 from experiments.data import DataError, _scan, _synthetic, _textures
-from experiments.data._scale import as_bytes
+from experiments.data._scale import as_bytes, as_they_are, is_nodata
 from experiments.devices.hosts import Devices
 from experiments.images import ImageError
 from experiments.training.feed import Feed
@@ -438,6 +438,113 @@ def test_channels_and_depths():
     np.testing.assert_array_equal(as_bytes(rgb[..., :2], 3), [[[10, 10, 10]]])
     with pytest.raises(ValueError, match="uint16, and no range is known"):
         as_bytes(rgb.astype(np.uint16), 3)
+
+
+def test_a_mean_of_colours_is_rounded():
+    rgb = np.array([[[1, 2, 2], [1, 1, 2]]], np.uint16)
+    np.testing.assert_array_equal(as_they_are(rgb, 1, np.dtype("uint16")), [[[2], [1]]])
+    np.testing.assert_array_equal(as_they_are(rgb, 1, np.dtype("f4"))[0, 0], np.float32(5 / 3))
+
+
+def test_nodata_are_numbers():
+    values = np.array([[[0, 0], [0, 7]]], np.uint8)
+    np.testing.assert_array_equal(is_nodata(values, (0,)), [[True, False]])
+    np.testing.assert_array_equal(is_nodata(values, (float("nan"), 0.0)), [[True, False]])
+    with pytest.raises(ValueError, match=r"`nodata` \(=\(0, 'x'\)\) must be numbers"):
+        is_nodata(values, (0, "x"))
+    lowest = np.full((1, 1, 1), np.finfo("f4").min)
+    assert is_nodata(lowest, (-3.4028235e38,)), "as GDAL prints it"
+
+
+@pytest.fixture
+def holes(tmp_path):
+    """Three float images of 16 x 16, from 100 to 355, half of them without data; one is empty."""
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+    for i in range(3):
+        image = 100 + np.random.default_rng(i).permutation(256).reshape(16, 16).astype("f4")
+        image[:, :8] = np.nan
+        image[:] = np.nan if i == 2 else image
+        np.save(tmp_path / "images" / f"{i}.npy", image)
+        np.save(tmp_path / "masks" / f"{i}.npy", np.zeros((16, 16), np.uint8))
+    return tmp_path
+
+
+@pytest.mark.parametrize("value", [np.nan, -9999, 5000])
+def test_pixels_without_data_do_not_count_in_the_range(holes, tmp_path_factory, value):
+    for file in (holes / "images").iterdir():
+        np.save(file, np.nan_to_num(np.load(file), nan=value))
+    files = np.stack([np.load(holes / "images" / f"{i}.npy") for i in range(2)])
+    good = files[:, :, 8:]
+    run = tmp_path_factory.mktemp("run")
+    options = {"path": holes, "eval_fraction": 0.0}
+    if np.isnan(value):
+        with pytest.raises(DataError, match=r"npy: holds values that are not finite"):
+            data.examine(load(**options), load(**options), run)
+    else:  # what was found with another `nodata` is not taken for this one
+        assert data.examine(load(**options), load(**options), run)
+    dataset = load(**options, nodata=(value,))
+    lines = data.examine(dataset, load(**options, nodata=(value,)), run)
+    assert f"values from {good.min():g} to {good.max():g} become 8 bits" in lines[0]
+    assert (dataset.scale.low, dataset.scale.high) == (good.min(), good.max())
+    image, mask = dataset.example(0, None)
+    assert (image[:, 8:].min(), image[:, 8:].max()) != (0, 0)
+    assert (image[:, :8] == 0).all()
+    assert (mask[:, :8] == data.IGNORED).all()
+    assert dataset.scale.beyond() is None, "0 in the place of no data is not a value of the file"
+
+
+def test_no_pixel_with_data(holes, tmp_path_factory):
+    for i in range(3):
+        np.save(holes / "images" / f"{i}.npy", np.full((16, 16), np.nan, "f4"))
+    options = {"path": holes, "eval_fraction": 0.0, "nodata": (np.nan,)}
+    run = tmp_path_factory.mktemp("run")
+    with pytest.raises(DataError, match=r"npy: this and the other training images hold no data"):
+        data.examine(load(**options), load(**options), run)
+    with pytest.raises(DataError, match=r"npy: this and 2 other examples hold no data"):
+        data.statistics(load(**options, dtype="float32"), 0)
+    with (
+        images.open_image(holes / "images" / "0.npy") as image,
+        pytest.raises(ImageError, match=r"0\.npy: has no pixel with data"),
+    ):
+        data.range_of(image, (np.nan,))
+
+
+def test_pixels_without_data_do_not_count_in_mean_and_deviation(holes):
+    good = np.stack([np.load(holes / "images" / f"{i}.npy") for i in range(2)])[:, :, 8:]
+    options = {"path": holes, "eval_fraction": 0.0, "dtype": "float32", "augment": True}
+    mean, deviation = data.statistics(load(**options, nodata=(np.nan,)), 0)
+    np.testing.assert_allclose(mean, [good.mean(dtype=float)], rtol=1e-12)
+    np.testing.assert_allclose(deviation, [good.std(dtype=float)], rtol=1e-9)
+    for on_bad_file in ("error", "skip"):  # training would meet it all the same
+        with pytest.raises(DataError, match=r"images/\d\.npy: holds values that are not finite"):
+            data.statistics(load(**options, on_bad_file=on_bad_file), 0)
+
+
+def test_statistics_skip_bad_files(masks):
+    (masks / "images" / "0.tif").write_bytes((masks / "images" / "0.tif").read_bytes()[:-900])
+    options = {"path": masks, "eval_fraction": 0.0, "size": 0}
+    kept = np.stack([tifffile.imread(masks / "images" / f"{i}.tif") for i in range(1, 8)]) / 255
+    mean, deviation = data.statistics(load(**options, on_bad_file="skip"), 0)
+    np.testing.assert_allclose((mean[0], deviation[0]), (kept.mean(), kept.std()))
+
+
+def test_regions_by_a_mask_with_a_palette(masks):
+    """Its first colour is white, but its index is 0."""
+    (masks / "regions").mkdir()
+    for i in range(8):
+        region = np.zeros((40, 30), np.uint8)
+        region[20:, 15:] = 1
+        image = pillow.fromarray(region)
+        image.putpalette([255, 255, 255, 0, 0, 0])
+        image.save(masks / "regions" / f"{i}.png")
+    found = load(path=masks, regions="regions", size=1)
+    whole = {i: tifffile.imread(masks / "images" / f"{i}.tif") for i in range(8)}
+    inside = {i: {*np.unique(whole[i][20:, 15:])} for i in whole}
+    for i in range(len(found)):
+        number = int(found.items[i].image.stem)
+        drawn = {int(found.example(i, generator(seed))[0][0, 0, 0]) for seed in range(40)}
+        assert drawn <= inside[number]
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int16, np.int32, np.float32, np.float64])

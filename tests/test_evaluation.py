@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tifffile
@@ -117,6 +119,24 @@ def test_whole_files_of_several_sizes(folder, padding):
     evaluation.learner.scores = lambda *arguments: traces.append(arguments)
     assert evaluation(weights) == found
     assert not traces, "the second evaluation compiles nothing"
+
+
+class Sorts(nn.Module):
+    """It cannot be tiled, unless what is sorted is stored."""
+
+    classes: int = 3
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Conv(self.classes, (3, 3))(jnp.sort(nn.Conv(4, (3, 3))(x), axis=1))
+
+
+def test_a_model_that_cannot_be_tiled(folder):
+    config = config_for(folder, f"{__name__}:Sorts")
+    config.eval.tile = 32
+    evaluation, weights = evaluation_of(config, folder / "run")
+    assert "; the model does not take them whole: cannot tile `sort` at" in evaluation.text
+    assert evaluation(weights)["loss"] > 0
 
 
 def test_a_stated_sample(folder):

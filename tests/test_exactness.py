@@ -40,6 +40,14 @@ def forward_only(x):
 forward_only.defvjp(lambda x: (jnp.round(x * 4) / 4, None), lambda _, c: (c,))
 
 
+@jax.custom_jvp
+def another_value(x):
+    return x * 1
+
+
+another_value.defjvp(lambda x, dx: (jnp.round(x[0] * 4) / 4 + jnp.sin(x[0]), 2 * dx[0]))
+
+
 def closes_over(x):
     made_inside = jnp.tanh(x)
     return rule(lambda x, c: c * made_inside)(x)
@@ -52,6 +60,7 @@ NAMES = {
     "key": jax.random.key(0),
     "rule": rule,
     "forward_only": forward_only,
+    "another_value": another_value,
     "closes_over": closes_over,
     "surrogate": surrogate,
     "clipped_back": clipped_back,

@@ -110,6 +110,13 @@ def test_dicom(tmp_path):
         ImageError, match=r"is one image, with 1 frame, where `data.dimensions` is 3"
     ):
         open_image(tmp_path / "one.dcm", dimensions=3)
+    write_dicom(tmp_path / "colours.dcm", volume[0], 0, PhotometricInterpretation="PALETTE COLOR")
+    with pytest.raises(
+        ImageError, match=r"colours\.dcm: has a palette, which is not read of DICOM"
+    ):
+        open_image(tmp_path / "colours.dcm")
+    with open_image(tmp_path / "colours.dcm", mask=True) as found:
+        np.testing.assert_array_equal(found[0:8, 0:6][..., 0], volume[0])
 
 
 def test_a_folder_of_planes(tmp_path):

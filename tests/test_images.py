@@ -116,6 +116,7 @@ def test_windows_are_slices(tmp_path, name):
     path = tmp_path / f"image{suffix}"
     write(path, array)
     whole = array.reshape(*array.shape[:2], -1)
+    whole = np.uint8(255) * whole if array.dtype == bool else whole
     with open_image(str(path)) as image:
         assert image.shape == whole.shape
         assert image.dtype == (np.uint8 if array.dtype == bool else array.dtype)
@@ -136,21 +137,94 @@ def test_windows_are_slices(tmp_path, name):
         np.testing.assert_array_equal(image[:, :], whole)
 
 
-def test_palettes_are_indices(tmp_path):
-    array = values(20, 30) % 4
-    image = pillow.fromarray(array, "L")
-    image.putpalette([9, 8, 7] * 256)
-    image.save(tmp_path / "mask.png")
-    np.testing.assert_array_equal(open_image(tmp_path / "mask.png")[:, :][..., 0], array)
+def as_mask(path, **options):
+    with open_image(path, mask=True, **options) as found:
+        return found[(slice(None),) * (len(found.shape) - 1)]
 
 
-def test_sixteen_bit_colours_keep_their_bits(tmp_path):
+def same_by_window(path, expected):
+    with open_image(path) as image:
+        assert (image.shape, image.dtype) == (expected.shape, expected.dtype)
+        np.testing.assert_array_equal(image[:, :], expected)
+        np.testing.assert_array_equal(image[3:17, 5:20], expected[3:17, 5:20])
+
+
+@pytest.mark.parametrize("transparent", [None, 2, b"\x00\x80"])
+@pytest.mark.filterwarnings("error")
+def test_palettes_of_images_are_colours_and_of_masks_indices(tmp_path, transparent):
+    path, array = tmp_path / "image.png", values(20, 30) % 4
+    palette = values(4, 3)
+    image = pillow.fromarray(array)
+    image.putpalette(palette.tobytes())
+    image.save(path, **({} if transparent is None else {"transparency": transparent}))
+    np.testing.assert_array_equal(as_mask(path)[..., 0], array)
+    same_by_window(path, palette[array])
+
+
+@pytest.mark.parametrize("options", [{}, {"tile": (16, 16), "compression": "zlib"}])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_palettes_of_tiffs(tmp_path, options, dtype):
+    path, array = tmp_path / "image.tif", values(40, 30, dtype=dtype)
+    palette = values(2 ** (8 * array.itemsize), 3)
+    options |= {"photometric": "palette", "colormap": palette.T.astype(np.uint16) * 257}
+    tifffile.imwrite(path, array, **options)
+    np.testing.assert_array_equal(as_mask(path)[..., 0], array)
+    same_by_window(path, palette[array])
+
+
+def test_palettes_of_volumes(tmp_path):
+    array, palettes = values(4, 20, 30), values(2, 256, 3)
+    maps = palettes.transpose(0, 2, 1).astype(np.uint16) * 257
+    for name, used in (("one.tif", maps[[0, 0, 0, 0]]), ("two.tif", maps[[0, 0, 0, 1]])):
+        with tifffile.TiffWriter(tmp_path / name) as writer:
+            for plane, colours in zip(array, used, strict=True):
+                options = {"photometric": "palette", "colormap": colours, "contiguous": False}
+                writer.write(plane, metadata=None, **options)
+        np.testing.assert_array_equal(as_mask(tmp_path / name, dimensions=3)[..., 0], array)
+    with open_image(tmp_path / "one.tif", dimensions=3) as image:
+        np.testing.assert_array_equal(image[1:3, 2:9, :], palettes[0][array][1:3, 2:9])
+    with pytest.raises(ImageError, match=r"two\.tif: its pages have different palettes"):
+        open_image(tmp_path / "two.tif", dimensions=3)
+    with pytest.raises(ImageError, match=r"one\.tif: has a palette, and 4 channels of indices"):
+        open_image(tmp_path / "one.tif")
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 12, 16])
+@pytest.mark.parametrize("white", [False, True])
+def test_grey_tiffs_are_bright_where_they_look_bright(tmp_path, bits, white):
+    path, numbers = tmp_path / "image.tif", values(40, 30, dtype=np.int32) % 2**bits
+    array = numbers.astype(np.uint8 if bits <= 8 else np.uint16)
+    options = {"photometric": "miniswhite" if white else "minisblack"}
+    options |= {} if bits in (1, 8, 16) else {"bitspersample": bits}
+    tifffile.imwrite(path, array > 0 if bits == 1 else array, **options)
+    np.testing.assert_array_equal(as_mask(path)[..., 0], array)
+    expected = 2**bits - 1 - numbers if white else numbers
+    expected = expected * 255 // (2**bits - 1) if bits < 8 else expected
+    same_by_window(path, expected.astype(array.dtype)[..., None])
+
+
+def test_white_as_zero_that_cannot_be_inverted(tmp_path):
+    tifffile.imwrite(tmp_path / "a.tif", values(20, 30, dtype="f4"), photometric="miniswhite")
+    with pytest.raises(ImageError, match=r"a\.tif: says that 0 is white .* 1 x float32"):
+        open_image(tmp_path / "a.tif")
+    assert as_mask(tmp_path / "a.tif").dtype == np.float32
+
+
+def test_one_bit_of_images_is_black_and_white(tmp_path):
+    path, array = tmp_path / "image.png", values(20, 30) > 99
+    pillow.fromarray(array).save(path)
+    np.testing.assert_array_equal(as_mask(path)[..., 0], array)
+    same_by_window(path, np.uint8(255) * array[..., None])
+
+
+@pytest.mark.parametrize("channels", [2, 3, 4])
+def test_sixteen_bit_colours_keep_their_bits(tmp_path, channels):
     import imagecodecs
 
-    array = values(20, 30, 3, dtype=np.uint16)
+    array = values(20, 30, channels, dtype=np.uint16)
     (tmp_path / "deep.png").write_bytes(imagecodecs.png_encode(array))
     image = open_image(tmp_path / "deep.png")
-    assert image.dtype == np.uint16
+    assert (image.shape, image.dtype) == (array.shape, np.uint16)
     np.testing.assert_array_equal(image[3:9, 4:8], array[3:9, 4:8])
 
 

@@ -234,10 +234,11 @@ def test_fields_that_are_for_files(field, value):
         check(config)
 
 
-def test_a_mean_that_is_no_number():
+@pytest.mark.parametrize("field", ["mean", "nodata", "range", "class_weights"])
+def test_what_is_no_number(field):
     config = base("unet")
-    config.data.mean = ("abc",)
-    with pytest.raises(ConfigError, match=r"`data.mean` \(=\('abc',\)\) must be numbers"):
+    config.data[field] = ("abc",)
+    with pytest.raises(ConfigError, match=rf"`data.{field}` \(=\('abc',\)\) must be numbers"):
         check(config)
 
 

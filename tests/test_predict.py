@@ -97,7 +97,7 @@ def test_segmentation_of_any_size(tmp_path, capsys):
     values = image_file(tmp_path / "image.tif", 45, 37)
     run(tmp_path / "run", tmp_path / "image.tif", tmp_path / "mask.tif")
     want = scores(padded(values, 46, 38))[0, :45, :37]
-    with open_image(tmp_path / "mask.tif") as mask:
+    with open_image(tmp_path / "mask.tif", mask=True) as mask:
         assert (mask.shape, mask.dtype) == ((45, 37, 1), np.uint8)
         np.testing.assert_array_equal(mask[:45, :37][..., 0], want.argmax(-1))
     printed = capsys.readouterr().out

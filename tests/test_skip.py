@@ -123,6 +123,34 @@ def test_what_depends_on_positions_is_computed(computed):
     np.testing.assert_array_equal(jax.jit(tiled)(image), 1 / image)
 
 
+def test_second_derivatives():
+    """Tiles that read the same have other tangents, and zero cotangents have some as well."""
+    blank = jnp.full((1, 12, 8, 3), 0.5).at[:, :4].set(normal(5, 1, 4, 8, 3))
+    loss = lambda w, x: (jnp.tanh(conv(x, w["a"])) ** 3).sum()  # noqa: E731
+    tiled = jaxtile.checkpoint(loss, in_axes=AXES[:2], tiles=(6, 2), skip=True)
+
+    def found(fun):
+        first = jax.grad(fun, (0, 1))
+        sines = lambda *args: sum(jnp.sin(g).sum() for g in jax.tree.leaves(first(*args)))  # noqa: E731
+        scaled = lambda s: sines(W, blank) + jax.grad(lambda x: s * fun(W, x))(blank).sum()  # noqa: E731
+        pushed = jax.jvp(lambda x: first(W, x), (blank,), (normal(6, *blank.shape),))
+        return jax.grad(sines, (0, 1))(W, blank), jax.grad(scaled)(0.0), pushed
+
+    assert_close(jax.jit(lambda: found(tiled))(), jax.jit(lambda: found(loss))())
+
+
+def test_a_mask_that_does_not_divide():
+    source, mask = np.ones((1, 1000), np.uint8), np.zeros((1, 600))
+    mask[0, 400:] = 1
+    np.testing.assert_array_equal(
+        np.flatnonzero(jaxtile.masked(source, mask)[0:1, 0:1000]), range(667, 1000)
+    )
+    digits = np.arange(1, 11, dtype=np.uint8)[None]
+    assert jaxtile.masked(digits, np.array([[0, 0, 0, 0, 0, 0, 1]]))[0:1, 5:10].tolist() == [
+        [0, 0, 0, 0, 10]
+    ]
+
+
 def test_a_mask_of_a_source():
     """A coarse one, over noise: what is masked is not read, and not computed."""
     noise = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3), np.uint8)

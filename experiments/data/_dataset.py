@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -149,19 +149,33 @@ class Dataset:
         `lazy`: what is on disk stays there. What is bad inside a file is then seen by who reads it.
         """
         read = self.lazily if lazy else self.read
+        (image, label), found, generator = self._first_good(index, rng, read)
+        if generator is not None and self.augment:
+            image, label = augmented(image, label, generator)
+        return image if lazy else np.ascontiguousarray(image), label, found
+
+    def counted(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, int]:
+        """The pixels of an example that hold data, (number, C), and the index it has."""
+        return self._first_good(index, rng, self.read_counted)[:2]
+
+    def read_counted(self, index: int, rng: np.random.Generator | None) -> np.ndarray:
+        """The pixels of an example that hold data; a bad file is an `ImageError`."""
+        image = np.asarray(self.read(index, rng)[0])
+        return image.reshape(-1, image.shape[-1])
+
+    def _first_good(
+        self, index: int, rng: np.random.Generator | None, read: Callable[..., Any]
+    ) -> tuple[Any, int, np.random.Generator | None]:
+        """What is read of the first good example from `index` on, its index, and its generator."""
         for offset in range(len(self)):
             found = (index + offset) % len(self)
             generator = copy.deepcopy(rng)  # each attempt draws the same numbers
             try:
-                image, label = read(found, generator)
+                return read(found, generator), found, generator
             except ImageError as error:
                 if self.on_bad_file == "error":
                     raise
                 self.skipped[self.name(found)] = str(error)
-                continue
-            if generator is not None and self.augment:
-                image, label = augmented(image, label, generator)
-            return image if lazy else np.ascontiguousarray(image), label, found
         raise DataError(
             self.name(index),
             f"this and all other {len(self) - 1} files are bad; this one: "

@@ -143,7 +143,10 @@ def _to_scale(train: Folder, evaluation: Folder) -> list[Job]:
             other, f"its values are {second}, but those of {path} are {first}: set `data.range`"
         )
     return [
-        Job(item.image, "image", header.pixels, len(header.size), train.geometry.level)
+        Job(
+            *(item.image, "image", header.pixels, len(header.size), train.geometry.level),
+            nodata=train.nodata,
+        )
         for item, header in zip(train.items, train.headers, strict=True)
         if header.dtype != np.uint8
     ]
@@ -154,6 +157,11 @@ def _range(found: dict[Path, Found]) -> tuple[tuple[float, float] | None, str]:
     if not ranges:
         return None, ""
     low, high = min(r[0] for r in ranges.values()), max(r[1] for r in ranges.values())
+    if low > high:
+        raise DataError(
+            next(iter(ranges)),
+            "this and the other training images hold no data: is `data.nodata` right?",
+        )
     if low == high:
         raise DataError(
             next(iter(ranges)),
@@ -175,20 +183,31 @@ def read_range(folder: Path) -> tuple[float, float] | None:
 
 
 def statistics(dataset: Dataset, seed: int) -> tuple[list[float], list[float]]:
-    """Mean and deviation of each channel over some training examples; of 8 bits as 0 to 1."""
-    sums = np.zeros((3, dataset.shape[-1]))
+    """Mean and deviation of each channel over some training examples; of 8 bits as 0 to 1.
+
+    Pixels without data do not count.
+    """
+    sums, count = np.zeros((2, dataset.shape[-1])), 0
     unit = 255 if dataset.dtype == np.uint8 else 1
-    axes = tuple(range(len(dataset.shape) - 1))
-    for index in np.random.default_rng(seed).permutation(len(dataset))[:_MOST_EXAMPLES]:
-        image, _ = dataset.example(int(index), np.random.default_rng([seed, int(index)]))
-        values = image.astype(np.float64) / unit
-        sums += [
-            values.sum(axes),
-            (values**2).sum(axes),
-            np.full(len(sums[0]), values[..., 0].size),
-        ]
-    mean = sums[0] / sums[2]
-    deviation = np.sqrt(np.maximum(sums[1] / sums[2] - mean**2, 0))
+    order = np.random.default_rng(seed).permutation(len(dataset))[:_MOST_EXAMPLES].tolist()
+    for index in order:
+        pixels, found = dataset.counted(index, np.random.default_rng([seed, index]))
+        values = pixels.astype(np.float64) / unit
+        if not np.isfinite(values).all():
+            raise DataError(
+                dataset.name(found),
+                "holds values that are not finite: if such pixels have no data, name them in "
+                '`data.nodata`, as (float("nan"),)',
+            )
+        sums += [values.sum(0), (values**2).sum(0)]
+        count += len(values)
+    if not count:
+        raise DataError(
+            dataset.name(order[0]),
+            f"this and {len(order) - 1} other examples hold no data: is `data.nodata` right?",
+        )
+    mean, squares = sums / count
+    deviation = np.sqrt(np.maximum(squares - mean**2, 0))
     return mean.tolist(), np.where(deviation > 0, deviation, 1).tolist()
 
 

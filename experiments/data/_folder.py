@@ -20,7 +20,7 @@ import numpy as np
 
 from ..images import Image, ImageError, open_image, resized
 from ._dataset import IGNORED, DataError, Dataset, Geometry
-from ._lazy import Lazy
+from ._lazy import Lazy, all_of, moved
 from ._listing import Item, Listing
 from ._regions import Region
 from ._regions import starts as starts_in
@@ -122,8 +122,8 @@ class Folder(Dataset):
 
     def read(self, index: int, rng: np.random.Generator | None) -> tuple[np.ndarray, Any]:
         image, label = self._example(self.items[index], rng, self._image)
-        label = label[_all_of(label)] if isinstance(label, Lazy) else label
-        return image[_all_of(image)], label
+        label = label[all_of(label)] if isinstance(label, Lazy) else label
+        return image[all_of(image)], label
 
     def lazily(self, index: int, rng: np.random.Generator | None) -> tuple[Lazy, Any]:
         return self._example(self.items[index], rng, self._open)
@@ -133,20 +133,10 @@ class Folder(Dataset):
     ) -> tuple[Lazy, Any]:
         """The window of an example, and its label; both are read when they are asked for."""
         image = opened(item.image)
-        size, channels = self.shape[:-1], self.shape[-1]
-        spare = [n - m for n, m in zip(image.shape[:-1], size, strict=True)]
-        if min(spare) < 0:
-            raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
-        if rng is None:
-            starts = [n // 2 for n in spare]
-        elif item.image in self.regions:
-            starts = starts_in(self.regions[item.image], rng, image.shape[:-1], size)
-        else:
-            starts = [rng.integers(n + 1) for n in spare]
+        starts = self._starts(item, image, rng)
 
         def pixels(place: tuple[slice, ...]) -> np.ndarray:
-            where = _moved(place, starts)
-            return read_pixels(image, where, channels, self.scale, self.dtype, self.nodata)
+            return self._pixels(image, moved(place, starts))
 
         values = Lazy(self.shape, self.dtype, pixels, image.close)
         if not self.masks:
@@ -155,9 +145,34 @@ class Folder(Dataset):
         inside = [a + b for a, b in zip(starts, self.border, strict=True)]
 
         def labels(place: tuple[slice, ...]) -> np.ndarray:
-            return self.labels(image, mask, _moved(place, inside))
+            return self.labels(image, mask, moved(place, inside))
 
         return values, Lazy(self.label_shape, self.label_dtype, labels, mask.close)
+
+    def _starts(self, item: Item, image: Image, rng: np.random.Generator | None) -> Sequence[int]:
+        """Where the window of an example begins."""
+        size = self.shape[:-1]
+        spare = [n - m for n, m in zip(image.shape[:-1], size, strict=True)]
+        if min(spare) < 0:
+            raise DataError(item.image, f"was changed, and is now smaller: {image.shape}")
+        if rng is None:
+            return [n // 2 for n in spare]
+        if item.image in self.regions:
+            return starts_in(self.regions[item.image], rng, image.shape[:-1], size)
+        return [rng.integers(n + 1) for n in spare]
+
+    def _pixels(self, image: Image, place: Sequence[slice]) -> np.ndarray:
+        return read_pixels(image, place, self.shape[-1], self.scale, self.dtype, self.nodata)
+
+    def read_counted(self, index: int, rng: np.random.Generator | None) -> np.ndarray:
+        item = self.items[index]
+        image = self._image(item.image)
+        sizes = [slice(0, n) for n in self.shape[:-1]]
+        place = moved(sizes, self._starts(item, image, rng))
+        values = self._pixels(image, place)
+        if self.nodata:
+            values = values[~is_nodata(image[place], self.nodata)]
+        return values.reshape(-1, self.shape[-1])
 
     def _of_image(self, item: Item) -> Any:
         """The label of a whole image: its class, or 0 and 1 for each class."""
@@ -338,15 +353,6 @@ class Folder(Dataset):
                     "have one shape; set `size` to take windows of them",
                 )
         return first
-
-
-def _all_of(array: Lazy) -> tuple[slice, ...]:
-    return tuple(slice(0, n) for n in array.shape)
-
-
-def _moved(place: Sequence[slice], starts: Sequence[int]) -> tuple[slice, ...]:
-    """Along the axes of space."""
-    return tuple(slice(p.start + a, p.stop + a) for p, a in zip(place, starts, strict=False))
 
 
 class _Mask:

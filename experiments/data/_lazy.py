@@ -54,6 +54,16 @@ class Lazy:
         )
 
 
+def all_of(array: Lazy) -> Place:
+    """The window that is the whole array."""
+    return tuple(slice(0, n) for n in array.shape)
+
+
+def moved(place: Sequence[slice], starts: Sequence[int]) -> Place:
+    """A window along the axes of space, where another one begins."""
+    return tuple(slice(p.start + a, p.stop + a) for p, a in zip(place, starts, strict=False))
+
+
 def stacked(parts: Sequence[Any]) -> Lazy:
     """Arrays or lazy arrays of one shape as one, with an axis more in front."""
 

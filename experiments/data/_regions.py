@@ -141,7 +141,7 @@ class Where:
     """Where a mask, which may be smaller than the image, is not 0."""
 
     def __init__(self, file: Path, dimensions: int):
-        with open_image(file, dimensions) as mask:
+        with open_image(file, dimensions, mask=True) as mask:
             *self.shape, _ = mask.shape
             if math.prod(self.shape) > _LARGEST_MASK:
                 raise ImageError(file, f"{self.shape} is too large for regions: make it smaller")

@@ -92,7 +92,8 @@ def as_bytes(values: np.ndarray, channels: int, scale: Scale | None = None) -> n
 
 
 def as_they_are(values: np.ndarray, channels: int, dtype: np.dtype) -> np.ndarray:
-    """The same in another type than 8 bits: values keep their meaning, and none is rounded.
+    """The same in another type than 8 bits: values keep their meaning. Only a mean is rounded, if
+    the type is one of integers.
 
     >>> as_they_are(np.array([[[10, 20, 30]]], np.uint16), 1, np.dtype("float32"))
     array([[[20.]]], dtype=float32)
@@ -100,8 +101,11 @@ def as_they_are(values: np.ndarray, channels: int, dtype: np.dtype) -> np.ndarra
     if not np.can_cast(values.dtype, dtype, "same_kind" if dtype.kind == "f" else "safe"):
         raise ValueError(f"its values are {values.dtype}, which `data.dtype` ({dtype}) cannot hold")
     values = values if values.shape[-1] == channels else colours(values)
-    if values.shape[-1] != channels:
-        values = np.repeat(values, 3, -1) if channels == 3 else values.mean(-1, keepdims=True)
+    if values.shape[-1] != channels and channels == 3:
+        values = np.repeat(values, 3, -1)
+    elif values.shape[-1] != channels:
+        mean = values.mean(-1, keepdims=True)
+        values = np.rint(mean) if dtype.kind in "ui" else mean
     return values.astype(dtype)
 
 
@@ -111,8 +115,15 @@ def is_nodata(values: np.ndarray, nodata: Sequence[float]) -> np.ndarray:
     >>> is_nodata(np.array([[[0, 0], [0, 7]]]), (0,))
     array([[ True, False]])
     """
-    lacking = np.isin(values, nodata)
-    if values.dtype.kind == "f" and np.isnan(nodata).any():
+    try:
+        numbers = np.asarray(nodata, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`nodata` (={tuple(nodata)}) must be numbers") from error
+    if values.dtype.kind != "f":
+        return np.isin(values, numbers).all(-1)
+    with np.errstate(over="ignore"):
+        lacking = np.isin(values, numbers.astype(values.dtype))  # with the digits of the file
+    if np.isnan(numbers).any():
         lacking |= np.isnan(values)
     return lacking.all(-1)
 
@@ -125,10 +136,13 @@ def read_pixels(
     dtype: np.dtype,
     nodata: Sequence[float] = (),
 ) -> np.ndarray:
-    """A window of an image, by the rules above; pixels without data become 0."""
+    """A window of an image, by the rules above; pixels without data become 0 before."""
     values = image[tuple(place)]
     if nodata:
-        values = np.where(is_nodata(values, nodata)[..., None], values.dtype.type(0), values)
+        nothing = values.dtype.type(0)
+        if dtype == np.uint8 and values.dtype != np.uint8 and scale is not None:
+            nothing = np.float64(np.clip(0, scale.low, scale.high))  # no value that was met beyond
+        values = np.where(is_nodata(values, nodata)[..., None], nothing, values)
     try:
         if dtype == np.uint8:
             return as_bytes(values, channels, scale)

@@ -25,7 +25,7 @@ import numpy as np
 from ..images import Image, ImageError, open_image
 from ..program.progress import Bar
 from ._dataset import DataError
-from ._scale import colours
+from ._scale import colours, is_nodata
 from ._weighted import Places, in_cells
 
 _AT_ONCE = 2**22  # pixels of a window
@@ -41,11 +41,14 @@ class Job:
     pixels: int
     dimensions: int = 2
     level: int = 0
+    nodata: tuple[float, ...] = ()
+    """Values of pixels that do not count in the range."""
 
     @property
     def key(self) -> tuple[str, str]:
         """Under which what was found is written down."""
-        return f"{self.kind}{self.level or ''}", str(self.path.absolute())
+        without = f" without {self.nodata}" if self.nodata else ""
+        return f"{self.kind}{self.level or ''}{without}", str(self.path.absolute())
 
 
 Found = Places | tuple[float, float] | ImageError
@@ -81,8 +84,9 @@ def _look(job: Job, progress: _Progress) -> tuple[list[int], Found]:
     try:
         state = _state(job.path)  # before it is read: a file that is changed meanwhile is read anew
         with open_image(job.path, job.dimensions, job.level, mask=job.kind == "mask") as image:
-            look = {"mask": count_values, "image": value_range}[job.kind]
-            return state, look(image, progress)
+            if job.kind == "mask":
+                return state, count_values(image, progress)
+            return state, value_range(image, progress, job.nodata)
     except ImageError as error:
         return [], error
     except ConnectionError:  # the file is not to blame
@@ -120,23 +124,36 @@ def _counts(values: np.ndarray) -> Iterator[tuple[int, int]]:
     return zip(unique.tolist(), numbers.tolist(), strict=True)
 
 
-def value_range(image: Image, progress: Callable[[int], Any]) -> tuple[float, float]:
-    """The smallest and the largest value of an image, without alpha."""
+def value_range(
+    image: Image, progress: Callable[[int], Any], nodata: Sequence[float] = ()
+) -> tuple[float, float]:
+    """The smallest and the largest value of an image, without alpha and pixels without data.
+
+    If no pixel has data they are infinity and minus infinity.
+    """
     low, high = math.inf, -math.inf
     for window in windows(image.shape, image.block):
-        values = colours(image[window])
+        found = image[window]
+        progress(found[..., 0].size)
+        values = colours(found)
+        if nodata:
+            values = values[~is_nodata(found, nodata)]
+        if not values.size:
+            continue
         ends = values.min().item(), values.max().item()
         if not np.isfinite(ends).all():
             raise ImageError(image.path, "holds values that are not finite")
         low, high = min(low, ends[0]), max(high, ends[1])
-        progress(values[..., 0].size)
     return low, high
 
 
-def range_of(image: Image) -> tuple[float, float]:
-    """The same, with progress."""
+def range_of(image: Image, nodata: Sequence[float] = ()) -> tuple[float, float]:
+    """The same, with progress; there must be some pixel with data."""
     with _Progress(math.prod(image.shape[:-1])) as progress:
-        return value_range(image, progress)
+        low, high = value_range(image, progress, nodata)
+    if low > high:
+        raise ImageError(image.path, f"has no pixel with data: all are {tuple(nodata)}")
+    return low, high
 
 
 def windows(

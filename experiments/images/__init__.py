@@ -11,8 +11,9 @@
 (40, 30, 3) uint8 [0 0 7 7]
 >>> folder.cleanup()
 
-`_base.py` says what an image is; `_open.py`, `_tiff.py`, `_geo.py`, `_ome.py`, `_raw.py`,
-`_slide.py` and `_volumes.py` read, `_resize.py` resizes, `_create.py` and `_pyramid.py` write.
+`_base.py` says what an image is; `_open.py`, `_tiff.py`, `_colours.py`, `_geo.py`, `_ome.py`,
+`_raw.py`, `_slide.py` and `_volumes.py` read, `_resize.py` resizes, `_create.py` and `_pyramid.py`
+write.
 What is wrong with a file is an `ImageError`, which names it.
 """
 

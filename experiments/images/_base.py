@@ -72,8 +72,9 @@ class Image:
 
     def __getitem__(self, slices: tuple[slice, ...]) -> np.ndarray:
         window = window_of(slices, self.path, self.shape)
+        size = [part.stop - part.start for part in window]
         try:
-            values = self._read(window)
+            return np.array(self._read(window), self.dtype).reshape(*size, self.shape[-1])
         except (ImageError, MemoryError, ConnectionError):
             raise
         except Exception as error:
@@ -82,8 +83,6 @@ class Image:
                 f"{_described(window)} cannot be read: the file is truncated or corrupt "
                 f"({describe(error)})",
             ) from error
-        size = [part.stop - part.start for part in window]
-        return np.array(values, self.dtype).reshape(*size, self.shape[-1])
 
     def close(self) -> None:
         self._close()

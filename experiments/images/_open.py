@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -42,8 +43,9 @@ def open_image(
     0 the finest; a file that has but one is refused for another level, unless it is a `mask`,
     which may be as large as the level of its image.
 
-    The values are those in the file. Palette images give their indices and 1-bit images 0 and 1,
-    since that is what masks are made of; rotations in JPEG metadata are not applied.
+    A `mask` has the values in the file: of a palette the indices, and of 1 bit 0 and 1. An image
+    has what they look like: of a palette the colours, 8-bit RGB; PNGs and TIFFs of 1 bit are 0 and
+    255, and a TIFF in which 0 is white is inverted. Rotations in JPEG metadata are not applied.
 
     * `.tif`, `.tiff`, and the slides `.svs`, `.ndpi`, `.scn`, `.bif`, `.qptiff`: tiled and striped,
       BigTIFF, pyramids; a window decodes only the tiles or strips that it touches. Pages of one
@@ -64,7 +66,7 @@ def open_image(
         raise ImageError(path, "there is no such file")
     suffix = suffix_of(path)
     if path.is_dir() and not _is_zarr(path) and any(map(is_image_name, path.iterdir())):
-        return open_planes(path, dimensions, open_image)
+        return open_planes(path, dimensions, functools.partial(open_image, mask=mask))
     with_levels = path.is_dir() or suffix in _SLIDES or suffix in _TIFFS
     if level and not with_levels and not mask:
         raise ImageError(path, f"has one resolution, and no level {level}")
@@ -82,6 +84,10 @@ def open_image(
         return open_tiff(path, dimensions, level, mask)
     if suffix in _SLIDES:
         return open_slide(path, level)
+    if suffix in _PILLOW_READERS:
+        return _open_with_pillow(path, mask)
+    if suffix == ".dcm":
+        return open_dicom(path, dimensions, mask)
     return _OPENERS[suffix](path, dimensions)
 
 
@@ -222,14 +228,14 @@ def free_memory() -> int | None:
     return min(found, default=None)
 
 
-def _open_with_pillow(path: Path, dimensions: int) -> Image:
+def _open_with_pillow(path: Path, mask: bool) -> Image:
     module, reader = _PILLOW_READERS[path.suffix.lower()]
     reader = getattr(require(f"PIL.{module}", path), reader)
     try:
         # The reader itself rather than PIL.Image.open, whose limit on pixels is a global setting.
         with reader(path) as image:
             (width, height), mode = image.size, image.mode
-            raw_mode = image.tile[0].args if image.tile else ""
+            raw_mode = str(image.tile[0].args) if image.tile else ""
     except Exception as error:
         kind = "PNG" if module.startswith("Png") else "JPEG"
         raise ImageError(path, f"is not a {kind}, or is corrupt ({describe(error)})") from error
@@ -239,16 +245,19 @@ def _open_with_pillow(path: Path, dimensions: int) -> Image:
             f"{height} x {width} pixels are more than the {LARGEST_WHOLE} that a format without "
             "windows may have: convert it to a tiled TIFF, of which windows can be read",
         )
-    # Pillow reads 16-bit grey values, but cuts 16-bit colours to 8 bits.
-    wide = mode != "I;16" and ";16" in str(raw_mode)
-    channels = {"LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 3}.get(mode, 1)
-    dtype = np.uint16 if wide or mode.startswith("I") else np.uint8
+    # Pillow reads 16-bit grey values, but cuts 16-bit colours, and grey with alpha, to 8 bits.
+    wide = mode != "I;16" and ";16" in raw_mode
+    converted = {"CMYK": "RGB"} if mask else {"CMYK": "RGB", "P": "RGB", "1": "L"}
+    seen = "LA" if raw_mode.startswith("LA;16") else converted.get(mode, mode)
+    shape = height, width, {"LA": 2, "RGB": 3, "RGBA": 4}.get(seen, 1)
 
     def decode() -> np.ndarray:
         if wide:
-            return require("imagecodecs", path).png_decode(path.read_bytes())
+            values = require("imagecodecs", path).png_decode(path.read_bytes())
+            return values.reshape(height, width, -1)[..., : shape[-1]]  # a colour may be alpha
         with reader(path) as image:
-            return np.asarray(image.convert("RGB") if mode == "CMYK" else image)
+            image.info.pop("transparency", None)  # of a palette: Pillow would warn
+            return np.asarray(image if seen == mode else image.convert(seen)).reshape(shape)
 
     lock = threading.Lock()
     held: list[np.ndarray] = []
@@ -259,7 +268,7 @@ def _open_with_pillow(path: Path, dimensions: int) -> Image:
                 held.append(decode())
             return held[0][window]
 
-    shape = (height, width, channels)
+    dtype = np.uint16 if wide or mode.startswith("I") else np.uint8
     return WholeImage(path, shape, dtype, read, close=held.clear, block=(1, width))
 
 
@@ -269,8 +278,6 @@ _OPENERS: dict[str, Callable[[Path, int], Image]] = {
     ".npy": _open_npy,
     ".nii": open_nifti,
     ".nii.gz": open_nifti,
-    ".dcm": open_dicom,
-    **dict.fromkeys(_PILLOW_READERS, _open_with_pillow),
 }
 
-SUFFIXES = (*_TIFFS, ".zarr", ".url", *_OPENERS, *_SLIDES)
+SUFFIXES = (*_TIFFS, ".zarr", ".url", *_OPENERS, ".dcm", *_PILLOW_READERS, *_SLIDES)

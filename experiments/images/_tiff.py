@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ._base import Image, ImageError, Window, describe, require
+from ._colours import as_seen
 from ._geo import georeference
 from ._ome import level_of
 from ._raw import RawArray
@@ -37,7 +38,10 @@ _JPEG_COMPRESSIONS = (6, 7, 33007, 34892)
 
 
 def open_tiff(path: Path, dimensions: int, level: int, mask: bool) -> Image:
-    """The first image of a TIFF, at a level of its pyramid; of a volume, a page is a plane."""
+    """The first image of a TIFF, at a level of its pyramid; of a volume, a page is a plane.
+
+    A mask has the numbers in the file, and an image what they look like.
+    """
     tifffile = require("tifffile", path)
     try:
         file = tifffile.TiffFile(path)
@@ -46,24 +50,29 @@ def open_tiff(path: Path, dimensions: int, level: int, mask: bool) -> Image:
     try:
         pages = _pages(path, file, dimensions, (level, mask))
         if dimensions == 2 and _are_rows(file.series[0], pages):
-            return _of_rows(_Reader(path, file, pages, 3))
-        reader = _Reader(path, file, pages, dimensions)
-        segment = (1, reader.shape[-2]) if reader.raw else reader.segment
-        return Image(
-            path,
-            reader.shape,
-            reader.dtype,
-            reader.read,
-            close=reader.close,
-            block=(1, *segment) if dimensions == 3 else segment,
-            dimensions=dimensions,
-            tags=georeference(reader.page) if level == 0 else (),
-        )
+            image = _of_rows(_Reader(path, file, pages, 3))
+        else:
+            image = _of_segments(_Reader(path, file, pages, dimensions), dimensions, level)
+        return image if mask else as_seen(image, pages)
     except Exception as error:
         file.close()
         if isinstance(error, ImageError):
             raise
         raise ImageError(path, f"its header is corrupt ({describe(error)})") from error
+
+
+def _of_segments(reader: _Reader, dimensions: int, level: int) -> Image:
+    segment = (1, reader.shape[-2]) if reader.raw else reader.segment
+    return Image(
+        reader.path,
+        reader.shape,
+        reader.dtype,
+        reader.read,
+        close=reader.close,
+        block=(1, *segment) if dimensions == 3 else segment,
+        dimensions=dimensions,
+        tags=georeference(reader.page) if level == 0 else (),
+    )
 
 
 def _pages(path: Path, file: Any, dimensions: int, which: tuple[int, bool]) -> list[Any]:

@@ -74,9 +74,11 @@ def whole(
     )
 
 
-def open_dicom(path: Path, dimensions: int) -> Image:
+def open_dicom(path: Path, dimensions: int, mask: bool = False) -> Image:
     """DICOM: an image, or the frames of one file as a volume; values are rescaled as it says."""
     header = _dicom(path, pixels=False)
+    if header.get("PhotometricInterpretation") == "PALETTE COLOR" and not mask:
+        raise ImageError(path, "has a palette, which is not read of DICOM: save it as PNG or TIFF")
     frames = int(header.get("NumberOfFrames", 1) or 1)
     if "TotalPixelMatrixRows" in header:
         raise ImageError(path, "is a whole-slide image: save it as a pyramidal TIFF")

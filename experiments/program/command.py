@@ -55,6 +55,11 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
             raise ConfigError(plain_words(" ".join(str(error).split()))) from error
         finally:
             sys.argv = whole
+        if rest[1:]:
+            raise ConfigError(
+                f"{rest[1]!r} is no option: options begin with --, and a value with spaces needs "
+                "quotes, as --NAME='A B'"
+            )
         if options or data:
             with config_flag().value.unlocked() as config:
                 config.model.update(options)

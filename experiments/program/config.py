@@ -142,6 +142,8 @@ def sweep(models: tuple[str, ...], **options: Any) -> ConfigDict:
 
 def check(config: ConfigDict) -> None:
     """Raise an error if a field's value cannot work, whatever the data."""
+    if "model" not in config:
+        raise ConfigError("this config has no `model`: it is not one of a training run")
     for name, what, known in (
         ("model.name", "model", models.names()),
         ("data.kind", "kind of data", KINDS),
@@ -172,7 +174,7 @@ def check(config: ConfigDict) -> None:
     for name in ("data.mean", "data.std"):
         allowed = (0, 1, config.data.channels)
         _require(config, name, lambda t: len(t) in allowed, f"have 1 or {allowed[2]} values, or 0")
-        _require(config, name, lambda t: all(isinstance(v, int | float) for v in t), "be numbers")
+        _require(config, name, _are_numbers, "be numbers")
     if config.skip and config.mesh:
         raise ConfigError("`skip` does not go with a `mesh`, whose devices wait for each other")
     _require(config, "data.std", lambda t: all(v > 0 for v in t), "be positive")
@@ -182,6 +184,8 @@ def check(config: ConfigDict) -> None:
         _require(config, name, lambda n: n >= 0, "not be negative; 0: whole images")
     for name in ("data.mask_values", "data.ignored"):
         _require(config, name, lambda t: all(type(v) is int for v in t), "be integers")
+    for name in ("data.nodata", "data.range", "data.class_weights"):
+        _require(config, name, _are_numbers, "be numbers")
     _require(
         config,
         "data.range",
@@ -219,6 +223,10 @@ def check(config: ConfigDict) -> None:
         policies.resolve(config.policy)
     except ValueError as error:
         raise ConfigError(f"`policy`: {error}") from error
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(v, int | float) for v in values)
 
 
 def _check_class_names(data: ConfigDict) -> None:

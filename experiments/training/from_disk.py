@@ -33,6 +33,9 @@ class Tiles:
     policy: str
     """As in a config."""
     grid: tuple[int, ...]
+    """Of what the policy gives none."""
+    grids: str
+    """Those that are used."""
     bytes: int
     """Estimated, of the device: the state, its gradients, and a tile in both directions."""
 
@@ -77,7 +80,8 @@ def _tiles(step: Step, text: str, grid: tuple[int, ...], planned: bool) -> Tiles
             "'disk': take budget:BYTES, passing:HxW, tiled:HxW or sqrt"
         )
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(step.state))
-    return Tiles(text, grid, 2 * (weights + explained.tile_bytes))
+    used = dict.fromkeys(" x ".join(map(str, region.grid)) for region in explained.regions)
+    return Tiles(text, grid, ", ".join(used), 2 * (weights + explained.tile_bytes))
 
 
 class FromDisk:
@@ -109,8 +113,9 @@ class FromDisk:
         return self.update(state, value, variables, gradients)
 
     def bytes_text(self) -> str:
-        grid = " x ".join(map(str, self.tiles.grid))
-        return f"about {format_bytes(self.bytes)} of the device, in {grid} tiles from disk"
+        return (
+            f"about {format_bytes(self.bytes)} of the device, in {self.tiles.grids} tiles from disk"
+        )
 
     def memory_text(self) -> str:
         peak = self.peak.observed()

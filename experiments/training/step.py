@@ -167,8 +167,13 @@ class Step:
                 progress=progress,
             )
         except policies.BudgetError as error:
-            text = f"beside the next batch, which takes {format_bytes(ahead)}: {error}"
-            raise policies.BudgetError(text, error.smallest + ahead) from error
+            smallest = error.smallest + ahead
+            raise policies.BudgetError(
+                f"of the budget of {format_bytes(budget)} the next batch takes "
+                f"{format_bytes(ahead)}. For the rest: {error}. With the batch that is "
+                f"{format_bytes(smallest)}",
+                smallest,
+            ) from error
 
     @property
     def batch_bytes(self) -> int:

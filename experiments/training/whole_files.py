@@ -66,7 +66,23 @@ class WholeFiles:
                     return error
             except PredictionError as error:
                 return str(error)
+        return self._not_tiled()
+
+    def _not_tiled(self) -> str | None:
+        """Why the network does not run in tiles; None: it does."""
+        example = self.example(self.learner.config.eval.tile)
+        fun = functools.partial(self.learner.sums, rows=True)
+        axes = self._axes(example[0].ndim - 2)
+        tiles = (2,) * (example[0].ndim - 2)
+        try:
+            jaxtile.explain(fun, self.network.weights, *example, in_axes=axes, tiles=tiles)
+        except jaxtile.TilingError as error:
+            return str(error)
         return None
+
+    def _axes(self, dimensions: int) -> tuple[Any, ...]:
+        space = tuple(range(1, 1 + dimensions))
+        return None, space, space if self.learner.task.dense else None
 
     def example(self, tile: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """A batch with as much in a tile as the largest file, and not many more tiles."""
@@ -145,8 +161,7 @@ class WholeFiles:
         key = area, tile
         if key not in self._programs:
             fun = functools.partial(self.learner.sums, rows=True)
-            space = tuple(range(1, 1 + len(area.size)))
-            axes = (None, space, space if self.learner.task.dense else None)
+            axes = self._axes(len(area.size))
             tiles = tuple(math.ceil(n / tile) for n in area.size)
             self._programs[key] = jaxtile.stream(fun, in_axes=axes, tiles=tiles)
         return self._programs[key]

@@ -29,6 +29,7 @@ import numpy as np
 from .._errors import Mixes, TilingError
 from .._geometry import Window, hull
 from .._graph.alike import graph_likeness
+from .._graph.values import Graph
 from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register, tiled
 from .._rules.plainly import plainly
 from .call_tile import CallTile, Evaluator, all_windows, along, hold_all, read_axes, refusal
@@ -38,9 +39,11 @@ from .graphs import (
     body_of,
     cotangents_of,
     differentiated,
+    gives_itself,
     inexact,
     replace,
     tangents_of,
+    values_of,
 )
 from .guard import guarded
 from .proof import any_mixes, calls_unproved, lengths_of, unproved
@@ -69,18 +72,29 @@ class CustomJvp(_Call):
         if _partly_tiled(eqn):
             return _PARTLY
         try:
-            graphs = [body_of(eqn, eqn.in_axes), tangents_of(eqn)]
+            graphs = self._graphs(eqn)
         except ClosureError:
             raise
         except (Mixes, TilingError) as error:
             return f"its derivative rule cannot be tiled: {error}"
         if any(any_mixes(graph) for graph in graphs):
             return "the function, or its derivative rule, reduces over a tiled axis"
-        return calls_unproved(graphs[1])
+        return next(filter(None, map(calls_unproved, graphs[1:])), None)
+
+    def changes_value(self, eqn: Equation) -> bool:
+        try:
+            return not gives_itself(eqn)
+        except TilingError:  # its rule closes over an array
+            return True
+
+    def _graphs(self, eqn: Equation) -> list[Graph]:
+        """The function, its tangents, and its value if its rule gives another."""
+        own = [] if gives_itself(eqn) else [values_of(eqn)]
+        return [body_of(eqn, eqn.in_axes), tangents_of(eqn), *own]
 
     def likeness(self, eqn: Equation) -> Hashable:
         """A rule inside a rule matters as well, and is not traced yet."""
-        graphs = [body_of(eqn, eqn.in_axes), tangents_of(eqn)]
+        graphs = self._graphs(eqn)
         rules = [find(n.equation.primitive) for g in graphs for n in g.nodes]
         if eqn.inside or any(r is not None and r.is_call for r in rules):
             return super().likeness(eqn)
@@ -95,11 +109,12 @@ class CustomJvp(_Call):
         needs = [tile.needs(body, produced)]
         if not eqn.inside:
             needs.append(tile.needs(tangents_of(eqn), rule_windows))
+            needs += [] if gives_itself(eqn) else [tile.needs(values_of(eqn), produced)]
         held = _held(eqn, tile, needs)
         run_body = tile.evaluator(body, held, produced)
-        tangents = functools.cache(lambda: _tangent_evaluator(eqn, tile, held, rule_windows))
+        rule = functools.cache(lambda: _jvp_evaluators(eqn, tile, held, produced))
         if not eqn.inside:
-            tangents()
+            rule()
         tile.settled = True
         finish = guarded if eqn.inside else tuple
 
@@ -113,11 +128,12 @@ class CustomJvp(_Call):
                 primals: tuple[Any, ...], dots: tuple[Any, ...]
             ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
                 (scalars, *operands), (_, *given) = primals, dots
+                values, tangents = rule()
                 with plainly("transposed"):
-                    found = tangents()(scalars, [*operands, *(given[i] for i in diff_in)])
-                out = call(scalars, *operands)
+                    found = tangents(scalars, [*operands, *(given[i] for i in diff_in)])
+                out = values(scalars, operands) if values else call(scalars, *operands)
                 no_tangent = [np.zeros(x.shape, jax.dtypes.float0) for x in out]
-                return out, tuple(replace(no_tangent, diff_out, found))
+                return tuple(out), tuple(replace(no_tangent, diff_out, found))
 
             return call(list(scalars), *operands)
 
@@ -126,7 +142,10 @@ class CustomJvp(_Call):
 
 @register("custom_vjp_call", "call_hi_primitive")
 class CustomVjp(_Call):
-    changes_value = True
+    pulls_back = True
+
+    def changes_value(self, eqn: Equation) -> bool:
+        return True
 
     def runs_whole(self, eqn: Equation) -> str | None:
         return _PARTLY if _partly_tiled(eqn) else unproved(eqn)
@@ -167,14 +186,22 @@ class CustomVjp(_Call):
         return Step([Need(h) for h in held], evaluate, positions=tile.positions, produced=produced)
 
 
-def _tangent_evaluator(
+def _jvp_evaluators(
     eqn: Equation, tile: CallTile, held: Sequence[Windows], windows: Sequence[Windows]
-) -> Evaluator:
-    """The tangents of a `custom_jvp` on the windows that the tile holds."""
-    graph, diff_in = tangents_of(eqn), inexact(eqn.in_avals)
-    if any_mixes(graph):
+) -> tuple[Evaluator | None, Evaluator]:
+    """A `custom_jvp`'s values by its rule, None if they are the function's, and its tangents, on
+    the windows that the tile holds.
+    """
+    tangents, values = tangents_of(eqn), None if gives_itself(eqn) else values_of(eqn)
+    if any_mixes(tangents) or (values is not None and any_mixes(values)):
         raise refusal(eqn, "its derivative rule reduces over a tiled axis")
-    return tile.evaluator(graph, [*held, *(held[i] for i in diff_in)], windows)
+    diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
+    return (
+        None if values is None else tile.evaluator(values, held, windows),
+        tile.evaluator(
+            tangents, [*held, *(held[i] for i in diff_in)], [windows[i] for i in diff_out]
+        ),
+    )
 
 
 def _rule_evaluators(

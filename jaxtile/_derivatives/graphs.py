@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from .._errors import TilingError, user_line
-from .._graph.build import build_inside
+from .._graph.alike import graph_likeness
+from .._graph.build import build_inside, build_untiled
 from .._graph.inline import any_call
 from .._graph.trace import inside, is_gone
 from .._graph.values import Graph
-from .._rules import Axes, Equation
+from .._rules import Axes, Equation, untiled
 from .._rules.manual import type_of
 
 T = TypeVar("T")
@@ -47,18 +48,72 @@ def pick(eqn: Equation, primals: Sequence[T]) -> list[T]:
 
 def tangents_of(eqn: Equation) -> Graph:
     """The tangents of a `custom_jvp`'s float results, from operands and their tangents."""
-    return eqn.once(tangents_of, lambda: _traced_tangents(eqn))
+
+    def found() -> Graph:
+        closed, n = _traced_jvp(eqn), len(eqn.out_avals)
+        tangents = closed.replace(jaxpr=closed.jaxpr.replace(outvars=closed.jaxpr.outvars[n:]))
+        in_axes = [*eqn.in_axes, *(eqn.in_axes[i] for i in inexact(eqn.in_avals))]
+        out_axes = [eqn.out_axes[i] for i in inexact(eqn.out_avals)]
+        return build_inside(tangents, in_axes, out_axes)
+
+    return eqn.once(tangents_of, found)
 
 
-def _traced_tangents(eqn: Equation) -> Graph:
+def values_of(eqn: Equation) -> Graph:
+    """All results of a `custom_jvp`, as they are when it is differentiated: what its rule says."""
+
+    def found() -> Graph:
+        return build_inside(_traced_values(eqn), eqn.in_axes, eqn.out_axes)
+
+    return eqn.once(values_of, found)
+
+
+def gives_itself(eqn: Equation) -> bool:
+    """Does a `custom_jvp`'s rule say that its value is the function's, by calling it again?
+
+    Most rules do. Others compute it in another way. What they give may be another number, and its
+    derivative, which matters to second ones, is not by this rule.
+    """
+    return eqn.once(gives_itself, lambda: _is_call_of(eqn, _traced_values(eqn)))
+
+
+def _is_call_of(eqn: Equation, closed: Any) -> bool:
+    """Does a jaxpr call the function of this equation, and nothing else?"""
+    graph = build_inside(closed, [untiled(a) for a in eqn.in_avals])
+    if [n.equation.primitive for n in graph.nodes] != [eqn.primitive]:
+        return False
+    (node,) = graph.nodes
+    return (
+        [*node.inputs] == graph.inputs
+        and [*node.outputs] == graph.outputs
+        and _function_likeness(node.equation) == _function_likeness(eqn)
+    )
+
+
+def _function_likeness(eqn: Equation) -> Hashable:
+    return graph_likeness(build_untiled(any_call(eqn)))
+
+
+def _traced_values(eqn: Equation) -> Any:
+    jaxpr = (closed := _traced_jvp(eqn)).jaxpr
+    invars, outvars = jaxpr.invars[: len(eqn.in_avals)], jaxpr.outvars[: len(eqn.out_avals)]
+    return closed.replace(jaxpr=jaxpr.replace(invars=invars, outvars=outvars))
+
+
+def _traced_jvp(eqn: Equation) -> Any:
+    """A `custom_jvp`'s results and the tangents of those that are floats."""
+
     def jvp(primals: Arrays, tangents: Arrays) -> list[jax.Array]:
-        return jax.jvp(differentiable(eqn, primals), pick(eqn, primals), tangents)[1]
+        diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
 
-    diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
+        def function(*diff: jax.Array) -> list[jax.Array]:
+            return eqn.bind(*replace(primals, diff_in, diff))
+
+        values, found = jax.jvp(function, pick(eqn, primals), tangents)
+        return [*values, *(found[i] for i in diff_out)]
+
     shapes = types_of(eqn.in_avals)
-    closed = _traced(eqn, jvp, shapes, pick(eqn, shapes))
-    in_axes = [*eqn.in_axes, *(eqn.in_axes[i] for i in diff_in)]
-    return build_inside(closed, in_axes, [eqn.out_axes[i] for i in diff_out])
+    return eqn.once(_traced_jvp, lambda: _traced(eqn, jvp, shapes, pick(eqn, shapes)))
 
 
 def differentiated(eqn: Equation) -> Graph:

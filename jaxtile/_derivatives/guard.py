@@ -9,6 +9,7 @@ reads its operands through one that may be differentiated once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,6 +46,17 @@ _LAYERS = (
 )
 
 
+_ALIKE = (
+    "cannot differentiate a function whose tiles are skipped (`skip=True`) in this way: JAX before "
+    "0.12 forgets, in the derivative of a loop, how. What to do: use a newer JAX, or leave out "
+    "`skip` if second derivatives are needed"
+)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 batching.primitive_batchers[_guard_p] = _batch
 ad.primitive_jvps[_guard_p] = _refuse
 
@@ -52,6 +64,31 @@ ad.primitive_jvps[_guard_p] = _refuse
 def guarded(arrays: Any) -> Any:
     """The same arrays."""
     return jax.tree.map(lambda x: _guard_p.bind(x, message=_RULE), arrays)
+
+
+def derived_from(like: Callable[..., Any], fun: Callable[..., Any], *args: Any) -> Any:
+    """`fun(*args)`, whose derivatives are those of `like(*args)`, which has the same value.
+
+    Both may use traced arrays from around them.
+    """
+    traced = jax.make_jaxpr(fun, return_shape=True)(*args), jax.make_jaxpr(like)(*args)
+    (closed, shapes), closed_like = traced
+    tree = jax.tree.structure(shapes)
+
+    @jax.custom_jvp
+    def call(known: Any, *leaves: Any) -> Any:
+        found = jax.core.eval_jaxpr(closed.jaxpr, known[0], *leaves)
+        return [_guard_p.bind(x, message=_ALIKE) if _is_float(x) else x for x in found]
+
+    @call.defjvp
+    def call_jvp(primals: Any, tangents: Any) -> Any:
+        def differentiated(known: Any, *leaves: Any) -> Any:
+            return jax.core.eval_jaxpr(closed_like.jaxpr, known[1], *leaves)
+
+        return jax.jvp(differentiated, primals, tangents)
+
+    known = list(closed.consts), list(closed_like.consts)
+    return jax.tree.unflatten(tree, call(known, *jax.tree.leaves(args)))
 
 
 @jax.custom_jvp
@@ -63,7 +100,6 @@ def once(arrays: Any) -> Any:
 @once.defjvp
 def _once_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     def guard(x: Any) -> Any:
-        floats = jnp.issubdtype(x.dtype, jnp.inexact)
-        return _guard_p.bind(x, message=_LAYERS) if floats else x
+        return _guard_p.bind(x, message=_LAYERS) if _is_float(x) else x
 
     return jax.tree.map(guard, primals[0]), tangents[0]

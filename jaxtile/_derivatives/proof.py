@@ -63,7 +63,7 @@ def calls_unproved(rule: Graph) -> str | None:
     """
     for node in rule.nodes:
         found = find(node.equation.primitive)
-        if found is not None and found.changes_value and (reason := unproved(node.equation)):
+        if found is not None and found.pulls_back and (reason := unproved(node.equation)):
             return f"its rule calls a function with a rule that may not run on tiles: {reason}"
     return None
 

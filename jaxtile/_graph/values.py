@@ -19,7 +19,7 @@ import numpy as np
 from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe
 from .._geometry import Window
-from .._rules import Axes, Equation, Reduction, Step, Windows, tiled
+from .._rules import Axes, Equation, Reduction, Step, Windows, tiled, untiled
 from .inline import bodies, plain_call
 from .layers import Layers
 
@@ -132,12 +132,12 @@ class Node:
         """Does it call a function with a derivative rule of the user?"""
         if self.layers is not None:
             return self.layers.body.calls
-        return any(rule.is_call for rule in _rules_of(self.equation))
+        return any(rule.is_call for rule, _ in _rules_of(self.equation))
 
-    @property
+    @functools.cached_property
     def changes_value(self) -> bool:
         """May its value differ when it is differentiated?"""
-        return any(rule.changes_value for rule in _rules_of(self.equation))
+        return any(rule.changes_value(eqn) for rule, eqn in _rules_of(self.equation))
 
     @functools.cached_property
     def by_position(self) -> bool:
@@ -170,14 +170,21 @@ def _positions(value: Value) -> Windows:
     }
 
 
-def _rules_of(eqn: Any) -> Iterator[rules.Rule]:
+def _rules_of(eqn: Any) -> Iterator[tuple[rules.Rule, Equation]]:
     """The rule of an equation, and those of what its branches and loops call."""
     rule, called = rules.find(eqn.primitive), plain_call(eqn)
     if rule is not None:
-        yield rule
+        yield rule, eqn if isinstance(eqn, Equation) else _untiled(eqn)
     for body in bodies(eqn) if called is None else [called]:
         for inner in getattr(body, "jaxpr", body).eqns:
             yield from _rules_of(inner)
+
+
+def _untiled(eqn: Any) -> Equation:
+    """An equation of a jaxpr."""
+    avals = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
+    in_axes, out_axes = (tuple(map(untiled, some)) for some in avals)
+    return Equation(eqn.primitive, eqn.params, avals[0], in_axes, avals[1], out_axes)
 
 
 Place = Literal["device", "host", "passing", "restored"]

@@ -126,14 +126,21 @@ def _number(eqn: Any, x: Any) -> float | None:
 
 
 def _asks_inside(eqn: Equation, bounds: Bounds) -> bool:
-    """Is the tangent, by the rule, that of the operand where it lies inside, and 0 elsewhere?"""
+    """Is the value, by the rule, that of the clamp, and the tangent that of the operand where it
+    lies inside, and 0 elsewhere?
+    """
 
-    def tangent(x: jax.Array, t: jax.Array) -> jax.Array:
-        return jax.jvp(lambda x: eqn.bind(x)[0], (x,), (t,))[1]
+    def jvp(x: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jax.jvp(lambda x: eqn.bind(x)[0], (x,), (t,))
 
     shape = jax.ShapeDtypeStruct(eqn.in_avals[0].shape, eqn.in_avals[0].dtype)
-    jaxpr = jax.make_jaxpr(tangent)(shape, shape).jaxpr
-    x, t = jaxpr.invars
+    jaxpr = jax.make_jaxpr(jvp)(shape, shape).jaxpr
+    (x, t), (value, tangent) = jaxpr.invars, jaxpr.outvars
+    called = next((at for at in jaxpr.eqns if at.outvars == [value]), None)
+    if called is None or called.primitive is not eqn.primitive or called.invars != [x]:
+        return False
+    if _bounds(called.params["call_jaxpr"].jaxpr) != bounds:
+        return False
     wanted = frozenset((_INSIDE[name], bound) for name, bound in bounds.items())
     masks: dict[Any, frozenset[tuple[str, float]]] = {}
     zeros, masked = set(), None
@@ -150,7 +157,7 @@ def _asks_inside(eqn: Equation, bounds: Bounds) -> bool:
             masks[out] = masks[at.invars[0]] | masks[at.invars[1]]
         elif name == "select_n" and at.invars[0] in masks and at.invars[1] in zeros:
             masked = out if at.invars[2] is t and masks[at.invars[0]] == wanted else masked
-    return masked is not None and jaxpr.outvars == [masked]
+    return masked is tangent
 
 
 def _makes_zeros(eqn: Any) -> bool:

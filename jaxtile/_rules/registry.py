@@ -146,8 +146,12 @@ class Rule(Protocol):
     """Does each result come from the operand in its place alone? The graph has an equation each."""
     is_call: ClassVar[bool] = False
     """Is it a function with a derivative rule of its own?"""
-    changes_value: ClassVar[bool] = False
-    """May its value differ when it is differentiated, as that of a `custom_vjp` may?"""
+    pulls_back: ClassVar[bool] = False
+    """Is that a rule for cotangents, as a `custom_vjp` has?"""
+
+    def changes_value(self, eqn: Equation) -> bool:
+        """May its value differ when it is differentiated, as that of a `custom_vjp` may?"""
+        return False
 
     def places(self, eqn: Equation) -> dict[int, int]:
         """Dimension of the outputs -> dimension of the inputs that it is; for these two answers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._derivatives.guard import derived_from
 from .._rules.manual import as_varying_as
 from .alike import order, skipping
 from .beside import line, run
@@ -36,12 +38,20 @@ def over_tiles(
 
 
 def skipping_some(work: Work, carry: Any, xs: Any, rows: np.ndarray) -> tuple[Any, Any]:
-    """Tiles that are alike follow each other, and are computed once."""
-    body, kept, columns = skipping(work, carry, jax.tree.map(lambda x: x[0], xs))
-    kept = as_varying_as(kept, jax.tree.leaves(carry))
-    turns = order(rows, columns)
-    (carry, *_), out = scan(body, (carry, *kept), jax.tree.map(lambda x: x[turns], xs))
-    return carry, jax.tree.map(lambda x: x[np.argsort(turns)], out)
+    """Tiles that are alike follow each other, and are computed once.
+
+    Tiles that read the same may have other tangents, and zeros may have some that are not zero. So
+    if this loop is differentiated, for a second derivative, no tile is skipped.
+    """
+
+    def some(carry: Any, xs: Any) -> tuple[Any, Any]:
+        body, kept, columns = skipping(work, carry, jax.tree.map(lambda x: x[0], xs))
+        kept = as_varying_as(kept, jax.tree.leaves(carry))
+        turns = order(rows, columns)
+        (carry, *_), out = scan(body, (carry, *kept), jax.tree.map(lambda x: x[turns], xs))
+        return carry, jax.tree.map(lambda x: x[np.argsort(turns)], out)
+
+    return derived_from(functools.partial(scan, work.body), some, carry, xs)
 
 
 def scan(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:

@@ -19,8 +19,8 @@ def masked(source: Any, mask: Any, fill: Any = 0) -> Masked:
 
     Args:
       source: anything with `.shape`, `.dtype` and NumPy slicing.
-      mask: an array of as many dimensions; nonzero: this counts. It may be coarser: an element
-        stands for as many positions along an axis as the source has more, rounded up.
+      mask: an array of as many dimensions; nonzero: this counts. It may be coarser, as a thumbnail
+        is: its elements share the positions along an axis evenly.
       fill: what the rest is, one number or one for each element of the last axis.
 
     >>> import jaxtile, numpy as np
@@ -46,8 +46,10 @@ class Masked:
             )
 
     def __getitem__(self, place: tuple[slice, ...]) -> np.ndarray:
-        steps = [-(-n // m) for m, n in self._sizes()]
-        where = [np.arange(p.start, p.stop) // k for p, k in zip(place, steps, strict=True)]
+        where = [
+            np.arange(p.start, p.stop) * m // n
+            for p, (m, n) in zip(place, self._sizes(), strict=True)
+        ]
         counts = self.mask[np.ix_(*where)] != 0
         blank = np.broadcast_to(self.fill, counts.shape)
         if not counts.any():
