@@ -31,6 +31,7 @@ from .._geometry import Window, hull
 from .._graph.alike import graph_likeness
 from .._graph.values import Graph
 from .._rules import Axes, Equation, Need, Rule, Step, Windows, find, register, tiled
+from .._rules.guard import guarded
 from .._rules.plainly import plainly
 from .call_tile import CallTile, Evaluator, all_windows, along, hold_all, read_axes, refusal
 from .graphs import (
@@ -45,7 +46,6 @@ from .graphs import (
     tangents_of,
     values_of,
 )
-from .guard import guarded
 from .proof import any_mixes, calls_unproved, lengths_of, unproved
 
 _PARTLY = "some of its results carry no tiled axis"

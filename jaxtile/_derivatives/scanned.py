@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._rules.derivative import apply_backwards, only_backwards
+from .._rules.guard import once
 from .._rules.manual import as_varying_as
-from .guard import once
 
 Arrays = list[Any]
 Layer = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]

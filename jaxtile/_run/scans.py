@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._derivatives.guard import derived_from
+from .._rules.guard import derived_from
 from .._rules.manual import as_varying_as
 from .alike import order, skipping
 from .beside import line, run

@@ -4,7 +4,8 @@ In the derivative of a `scan`, JAX before 0.12 forgets the rule of a `custom_jvp
 called, and the next derivative is then that of the function itself: a wrong number, silently. So
 the functions that rules call in a tile end with this identity. Where their rule is used it is never
 differentiated; where JAX forgot the rule it is, and says so. The derivative of a `scan` over layers
-reads its operands through one that may be differentiated once.
+reads its operands through one that may be differentiated once. A loop that skips tiles has the
+derivative of one that does not.
 """
 
 from __future__ import annotations
