@@ -9,6 +9,7 @@ Programs that tests start inherit which signals are ignored. In the background o
 
 import gc
 import os
+import pathlib
 import signal
 
 from . import FLAGS
@@ -25,6 +26,20 @@ if "xla_force_host_platform_device_count" not in os.environ["XLA_FLAGS"]:
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
+
+
+MAPS = pathlib.Path("/proc/self/maps")  # of Linux
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Each compiled program is mapped into memory in pieces, of which Linux allows a process 65,530
+    by default: with all long tests in one process, XLA aborted. So programs are given up in time.
+    """
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
