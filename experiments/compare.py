@@ -111,4 +111,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    start(main)
+    start(main, takes_words=True)

@@ -1,7 +1,10 @@
 """Pages about runs, and runs side by side."""
 
 import json
+import pathlib
 import re
+import subprocess
+import sys
 from xml.etree import ElementTree
 
 import pytest
@@ -9,6 +12,8 @@ import pytest
 from experiments import compare
 from experiments.program.config import ConfigError, base
 from experiments.training import page
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_a_page_about_a_run(tmp_path):
@@ -55,5 +60,8 @@ def test_what_differs_and_what_was_reached(tmp_path):
     assert rows["bytes a step"] == ["-", "3", "MiB"]
     compare.draw(runs, str(tmp_path / "compare.png"))
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    command = [sys.executable, "-m", "experiments.compare", str(one), str(two)]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert told.strip() == compare.table({str(one): runs["a"], str(two): runs["b"]}).strip()
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         compare.read(tmp_path)

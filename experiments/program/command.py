@@ -37,10 +37,13 @@ def profile_flag() -> flags.FlagHolder:
     return flags.DEFINE_bool("profile", False, "trace some steps: where does their time go?")
 
 
-def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
+def start(
+    main: Callable[[Sequence[str]], Any], stopped: str = "", *, takes_words: bool = False
+) -> None:
     """`app.run` for all programs: bad flags, signals and a full disk end in one line.
 
-    `stopped` is what a user should know who stopped it.
+    `stopped` is what a user should know who stopped it; `takes_words`: there may be words that
+    belong to no option.
     """
     Signals(stopped)
     for name in {"config", "workdir", "profile"}.intersection(flags.FLAGS):  # for --help
@@ -55,7 +58,7 @@ def start(main: Callable[[Sequence[str]], Any], stopped: str = "") -> None:
             raise ConfigError(plain_words(" ".join(str(error).split()))) from error
         finally:
             sys.argv = whole
-        if rest[1:]:
+        if rest[1:] and not takes_words:
             raise ConfigError(
                 f"{rest[1]!r} is no option: options begin with --, and a value with spaces needs "
                 "quotes, as --NAME='A B'"
