@@ -30,15 +30,20 @@ def body_of(eqn: Equation, in_axes: Sequence[Axes]) -> Graph:
     return eqn.once((body_of, tuple(in_axes)), lambda: build_inside(any_call(eqn), in_axes))
 
 
-def differentiable(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]:
-    """The equation as a function of its float operands that returns its float results."""
-    diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
+def _of_floats(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]:
+    """The equation as a function of its float operands."""
+    return lambda *diff: eqn.bind(*replace(primals, inexact(eqn.in_avals), diff))
 
-    def function(*diff: jax.Array) -> list[jax.Array]:
-        out = eqn.bind(*replace(primals, diff_in, diff))
+
+def differentiable(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]:
+    """The same, but it returns float results only."""
+    function, diff_out = _of_floats(eqn, primals), inexact(eqn.out_avals)
+
+    def floats(*diff: jax.Array) -> list[jax.Array]:
+        out = function(*diff)
         return [out[i] for i in diff_out]
 
-    return function
+    return floats
 
 
 def pick(eqn: Equation, primals: Sequence[T]) -> list[T]:
@@ -104,13 +109,8 @@ def _traced_jvp(eqn: Equation) -> Any:
     """A `custom_jvp`'s results and the tangents of those that are floats."""
 
     def jvp(primals: Arrays, tangents: Arrays) -> list[jax.Array]:
-        diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
-
-        def function(*diff: jax.Array) -> list[jax.Array]:
-            return eqn.bind(*replace(primals, diff_in, diff))
-
-        values, found = jax.jvp(function, pick(eqn, primals), tangents)
-        return [*values, *(found[i] for i in diff_out)]
+        values, found = jax.jvp(_of_floats(eqn, primals), pick(eqn, primals), tangents)
+        return [*values, *(found[i] for i in inexact(eqn.out_avals))]
 
     shapes = types_of(eqn.in_avals)
     return eqn.once(_traced_jvp, lambda: _traced(eqn, jvp, shapes, pick(eqn, shapes)))
@@ -120,10 +120,7 @@ def differentiated(eqn: Equation) -> Graph:
     """All results of a `custom_vjp`, as they are when it is differentiated: what `fwd` returns."""
 
     def forward(primals: Arrays) -> list[jax.Array]:
-        def function(*diff: jax.Array) -> list[jax.Array]:
-            return eqn.bind(*replace(primals, inexact(eqn.in_avals), diff))
-
-        return jax.vjp(function, *pick(eqn, primals))[0]
+        return jax.vjp(_of_floats(eqn, primals), *pick(eqn, primals))[0]
 
     closed = _traced(eqn, forward, types_of(eqn.in_avals))
     return build_inside(closed, eqn.in_axes, eqn.out_axes)
