@@ -3,6 +3,7 @@
     python -m experiments.bench --workdir=runs/bench
     python -m experiments.bench --workdir=runs/bench --peers     # PyTorch too, if it is installed
     python -m experiments.bench --workdir=runs/bench --problem=vgg16,4096,bfloat16
+    python -m experiments.bench --workdir=runs/bench --row='budget:*'   # and plain JAX
     python -m experiments.bench --workdir=runs/bench --profile   # and where the time of a step goes
 
 The problems are VGG16, ResNet-50 and the U-Net on jaxtile's layers, and two networks that know
@@ -18,11 +19,12 @@ same command goes on where it stopped. The table goes to `bench.md` in the workd
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import importlib.util
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -38,6 +40,9 @@ from .program.files import Lock
 _WORKDIR = workdir_flag()
 _PEERS = flags.DEFINE_bool("peers", False, "PyTorch, plain and with checkpoints per block")
 _PROBLEM = flags.DEFINE_multi_string("problem", [], "as vgg16,4096,bfloat16 or unet,188,float32,1")
+_ROW = flags.DEFINE_multi_string(
+    "row", [], "some of the rows, beside plain JAX's: patterns, as store_all or 'budget:*'"
+)
 _PROFILE = profile_flag()
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
 _LIMIT = flags.DEFINE_integer("limit", 600, "seconds allowed per row")
@@ -64,6 +69,7 @@ def main(argv: list[str]) -> None:
         backend, devices = machine_has()
         default = _ON_CPU if backend == "cpu" else _ON_GPU
         problems = [parsed(text) for text in _PROBLEM.value or installed(default)]
+        check_rows(_ROW.value)
         print(bench(problems, _WORKDIR.value, devices=devices, with_peers=_PEERS.value))
     except ConfigError as error:
         sys.exit(f"error: {error}")
@@ -96,6 +102,18 @@ def parsed(text: str) -> Cell:
     return cell
 
 
+def check_rows(patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not pattern.startswith("budget:") and not fnmatch.filter(_TITLES, pattern):
+            raise ConfigError(f"--row (={pattern}) is none of {', '.join(_TITLES)}, budget:*")
+
+
+def chosen(cells: Iterable[Cell], patterns: Sequence[str]) -> list[Cell]:
+    """The rows that match; all of them without a pattern. Ratios are to plain JAX's."""
+    patterns = [PLAIN, *patterns] if patterns else ["*"]
+    return [cell for cell in cells if any(fnmatch.fnmatch(cell.policy, p) for p in patterns)]
+
+
 def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool) -> str:
     """Measure what is missing; the table."""
     lock = Lock(path)
@@ -118,14 +136,14 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
 
     lines = []
     for problem in problems:
-        rows = [found(cell) for cell in baselines(problem, devices)]
-        rows += [found(cell) for cell in planned(problem, rows[0])]
+        rows = [found(cell) for cell in chosen(baselines(problem, devices), _ROW.value)]
+        rows += [found(cell) for cell in chosen(planned(problem, rows[0]), _ROW.value)]
         if with_peers and problem.model in IN_TORCH:
             if importlib.util.find_spec("torch") is None:
                 print("--peers: PyTorch is not installed, so it is left out", file=sys.stderr)
             else:
-                policies = [dataclasses.replace(problem, policy=name) for name in _PEER_ROWS]
-                rows += [found(cell) for cell in policies]
+                cells = [dataclasses.replace(problem, policy=name) for name in _PEER_ROWS]
+                rows += [found(cell) for cell in chosen(cells, _ROW.value)]
         lines += [*table(problem, rows), ""]
         for row in rows if _PROFILE.value else ():
             if "profile" in row.values:

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from experiments.bench import baselines as rows
-from experiments.bench import parsed, planned, table
+from experiments.bench import check_rows, chosen, parsed, planned, table
 from experiments.measuring import baselines
 from experiments.measuring.results import Result
 from experiments.program.config import ConfigError
@@ -49,6 +49,19 @@ def test_devices_and_peers_add_rows():
     problem = parsed("vgg16,64,float32")
     assert [c.policy for c in rows(problem, 1)] == ["plain", "jax_blocks", "jax_whole"]
     assert [c.policy for c in rows(problem, 8)][3:] == list(baselines.SHARDED)
+
+
+def test_some_of_the_rows():
+    problem = parsed("vgg16,64,float32")
+    values = {"temporary_bytes": 2**23, "compiled_bytes": 2**23}
+    cells = [*rows(problem, 1), *planned(problem, Result(problem, "ok", values, {}))]
+    assert chosen(cells, []) == cells
+    assert [c.policy for c in chosen(cells, ["store_*", "budget:*"])] == [
+        *("plain", "store_all", "budget:4.0MiB", "budget:2.0MiB", "budget:1.0MiB")
+    ]
+    check_rows(["jax_*", "budget:2.0MiB"])
+    with pytest.raises(ConfigError, match=r"--row \(=store\) is none of plain, jax_blocks"):
+        check_rows(["store_all", "store"])
 
 
 def test_what_did_not_run_is_said():
