@@ -288,7 +288,13 @@ class Assignments:
             forward = passing[end - begin] + cost.forward
             if states[end] != HOSTED and self._takes_place(region, states, last):
                 forward -= facts.bytes[end]
-            backward = cotangents[end - begin] + region.restored + cost.backward
+            # In one piece, cotangents are apart from the sums that later readers have begun.
+            apart = sum(
+                facts.cotangent[i]
+                for i in region.reads
+                if region.mode.grid == "whole" and last[i] != end
+            )
+            backward = cotangents[end - begin] + region.restored + max(cost.backward, apart)
             if states[end] != HOSTED and self._shares_cotangents(region, last):
                 backward -= facts.cotangent[end]
             needs.append(kept[end - begin] + max(backward, forward))

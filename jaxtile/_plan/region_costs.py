@@ -34,6 +34,8 @@ class Tile(NamedTuple):
     """Bytes that are held for the derivative."""
     cotangents: float
     """Bytes of cotangents, at the worst moment."""
+    before: float
+    """Bytes that it needs at once to compute what passes again."""
 
 
 class RegionCosts:
@@ -82,7 +84,7 @@ class RegionCosts:
             forward, held = forward + ahead + ends, held + 2 * ahead + sums + ends
         given = self._given(region, state in (KEPT, HOSTED, RESTORED))
         seconds = tile.first + tile.again + (0.0 if given else tile.last)
-        return Cost(seconds, forward, held, tile.first)
+        return Cost(seconds, forward, max(held, tile.before), tile.first)
 
     def _tile(self, region: Region) -> Tile:
         key = region.mode, region.own, region.before
@@ -115,9 +117,12 @@ class RegionCosts:
             first=first if tiled_forward else sum(facts.forward[k] for k in own),
             again=again,
             last=tiles * last,
-            forward=self._at_once(region, share if tiled_forward else dict.fromkeys(own, 1.0)),
+            forward=self._at_once(
+                own, [region.end], share if tiled_forward else dict.fromkeys(own, 1.0)
+            ),
             held=sum(share[k] * facts.held[k] for k in own if k != region.end),
             cotangents=max(self._cotangents(region, k, share, tiles > 1) for k in own),
+            before=self._at_once(region.before, region.reads, share),
         )
 
     def _windows(self, region: Region, hosted: Sequence[int], share: Mapping[int, float]) -> float:
@@ -155,21 +160,25 @@ class RegionCosts:
                 found += self.facts.bytes[i] * share.get(i, share[k])
         return found
 
-    def _at_once(self, region: Region, share: Mapping[int, float]) -> float:
-        """Bytes that a region needs forwards: of its result, and of what is still to be read.
+    def _at_once(
+        self, operations: Sequence[int], ends: Sequence[int], share: Mapping[int, float]
+    ) -> float:
+        """Bytes that operations need forwards: of the results at which they end, and of others
+        until they were read.
 
-        An elementwise operation writes over an operand that nobody reads again.
+        An elementwise operation writes over an operand that nobody reads again, unless a library
+        has made that, as it does results of convolutions.
         """
         facts = self.facts
-        last = {i: k for k in region.own for i in (k, *facts.inputs[k])}
-        size = {k: share[k] * facts.made[k] for k in region.own}
-        size[region.end] = share[region.end] * facts.bytes[region.end]
+        last = {i: k for k in operations for i in (k, *facts.inputs[k]) if i not in ends}
+        size = {k: share[k] * (facts.bytes[k] if k in ends else facts.made[k]) for k in operations}
         now = most = 0.0
-        for k in region.own:
-            done = sum(size.get(i, 0.0) for i in set(facts.inputs[k]) if last[i] == k)
-            over = facts.elementwise[k] and done >= size[k]
+        for k in operations:
+            done = {i: size.get(i, 0.0) for i in facts.inputs[k] if last.get(i) == k}
+            free = sum(n for i, n in done.items() if facts.elementwise[i])
+            over = facts.elementwise[k] and free >= size[k]
             most = max(most, now if over else now + size[k])
-            now += size[k] - done
+            now += size[k] - sum(done.values())
         return most
 
     def _moved(self, region: Region) -> tuple[float, float]:

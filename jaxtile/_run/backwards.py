@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
+from .._platform import on_early_cpu
 from .alike import zero
 from .arrays import Array, Arrays, Cotangents, select
 from .in_place import Places
-from .ordering import on_host
+from .ordering import after, on_host
 from .recompute import RECOMPUTED, Given, Saved
 from .slots import Hosted, Row, Slots, Zeros, fetched, filled, hosted, nothing, window, write
 from .tile import Tile
@@ -127,6 +128,7 @@ class Backwards(Work):
 def put_in(carry: Sums, pulled: Sums, into: Sequence[Place], row: Row) -> tuple[Sums, list[Array]]:
     """The sums with one more tile; and what is to be written to those in host memory."""
     (sums, totals), (from_windows, from_globals) = carry, pulled
+    row = _late(row, from_globals)
     new, waiting = [], []
     for s, share, (slots, adds) in zip(sums, from_windows, into, strict=True):
         whole = (window(s, slots, row) + share if adds else share).astype(s.dtype)
@@ -138,3 +140,14 @@ def put_in(carry: Sums, pulled: Sums, into: Sequence[Place], row: Row) -> tuple[
         for t, g in zip(totals, from_globals, strict=True)
     ]
     return (new, totals), waiting
+
+
+def _late(row: Row, pulled: Arrays) -> Row:
+    """The same positions, but only once these cotangents exist. XLA reads the windows of sums apart
+    from where it adds to them; if it may, before it computes the tile, beside which they lie then.
+    """
+    moving = {k: x for k, x in enumerate(row) if isinstance(x, jax.Array)}
+    if on_early_cpu() or not moving or not pulled:
+        return row
+    moving = after(moving, pulled)
+    return [moving.get(k, x) for k, x in enumerate(row)]

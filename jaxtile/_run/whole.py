@@ -7,18 +7,19 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax import lax
 
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
 from .._regions.tile import known, lookup
 from .._rules.clamp import clamped
+from .._rules.manual import alike
 from .arrays import (
     Array,
     Arrays,
     Cotangents,
     Tangents,
     Wanted,
-    added,
     cotangent_of,
     like,
     pulled,
@@ -31,6 +32,7 @@ from .recompute import RECOMPUTED, Given, Saved
 Statistics = Mapping[Value, Array]
 """Results, of reductions for example, that are known from the first time."""
 _NONE: Statistics = MappingProxyType({})
+_LARGE = 2**24  # bytes; smaller arrays are added in one piece
 Compute = Callable[[dict[Value, Any], Statistics], list[Array]]
 """Extends a mapping from values to arrays by all that is computed, and returns the results."""
 
@@ -55,7 +57,9 @@ class Whole:
         return self.compute(env, _NONE), [env[v] for v in self.statistics]
 
     def backward(self, saved: Saved, given: Given) -> tuple[Cotangents, Cotangents]:
-        inputs, globals_ = after((saved.inputs, saved.globals), given.cotangents)
+        # Sums that others have begun are complete first: their loops would run beside this.
+        before = [*given.cotangents, *given.begun]
+        inputs, globals_ = after((saved.inputs, saved.globals), before)
         kept = () if saved.kept is None else zip(self.statistics, saved.kept, strict=True)
         with jax.named_scope(RECOMPUTED):
             inputs = with_passing(self.region, inputs, globals_)
@@ -64,7 +68,12 @@ class Whole:
         of_inputs, of_globals = pull(list(map(cotangent_of, results, given.cotangents)))
         want_inputs, want_globals = given.wanted
         return (
-            added(like(self.region.inputs, want_inputs, of_inputs), given.begun),
+            [
+                c if b is None else b if c is None else _added_into(b, c)
+                for b, c in zip(
+                    given.begun, like(self.region.inputs, want_inputs, of_inputs), strict=True
+                )
+            ],
             like(self.region.globals, want_globals, of_globals),
         )
 
@@ -78,6 +87,23 @@ class Whole:
             return self.compute(environment(self.region, inputs, globals_), statistics)
 
         return evaluated
+
+
+def _added_into(begun: Array, cotangent: Array) -> Array:
+    """The sum, in the place of what was begun: added in one piece it would be a third array, since
+    XLA adds in place in loops only.
+    """
+    halves = [d for d, n in enumerate(begun.shape) if n % 2 == 0]
+    if not halves or begun.nbytes < _LARGE:
+        return begun + cotangent
+    dim, size = halves[0], begun.shape[halves[0]] // 2
+    begun, cotangent = alike([begun, cotangent], ())
+
+    def half(i: Any, total: Array) -> Array:
+        one, other = (lax.dynamic_slice_in_dim(x, i * size, size, dim) for x in (total, cotangent))
+        return lax.dynamic_update_slice_in_dim(total, one + other, i * size, dim)
+
+    return lax.fori_loop(0, 2, half, begun)
 
 
 def environment(
