@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from jaxtile._amounts import parse_bytes
+from jaxtile._graph.operations import Operation
 from jaxtile._plan.planner import Budget
 from jaxtile.policy import Choice, Choices, Decide, Outline, Place, register
 
@@ -40,25 +41,27 @@ def _store_all(argument: str) -> Decide:
     return lambda outline: {...: Choice(None)}
 
 
-# Of an operation, by its kind: does Chainer keep its inputs, does it keep its output?
-_CHAINER_KEEPS = {
-    "convolution": (True, False),
-    "contraction": (True, False),
-    "elementwise": (False, True),
-    "max_pool": (True, True),
-    "reduction": (True, False),
-}
+def chainer(op: Operation) -> list[str]:
+    """What Chainer's gradient reads: of a convolution its input, of a ReLU its output, of a max
+    pool both, of a loss its inputs.
+
+    Dropout keeps a mask of its own, which is not a tensor of the graph; copies keep nothing.
+    """
+    inputs, output = [t.name for t in op.inputs], [op.output.name]
+    return {
+        "convolution": inputs,
+        "contraction": inputs,
+        "elementwise": output,
+        "max_pool": inputs + output,
+        "reduction": inputs,
+    }.get(op.kind, [])
 
 
 @register("retained", "", "what Chainer keeps for its backward pass: elementwise work is redone")
 def _retained(argument: str) -> Decide:
     def decide(outline: Outline) -> Choices:
         tiled = {p.name for p in outline.parts if p.tiled}
-        kept: list[str] = []
-        for operation in outline.operations.operations:
-            inputs, output = _CHAINER_KEEPS.get(operation.kind, (False, False))
-            kept += [t.name for t in operation.inputs] if inputs else []
-            kept += [operation.name] if output else []
+        kept = [name for operation in outline.operations.operations for name in chainer(operation)]
         return storing([name for name in kept if name in tiled])
 
     return decide

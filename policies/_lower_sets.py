@@ -183,7 +183,7 @@ def _search(
     labels: list[dict[Label, tuple[int, Label]]] = [{} for _ in sets]
     labels[0][0, 0] = 0, (0, 0)
     for i, low in enumerate(sets):
-        best = _undominated(labels[i])
+        best = undominated(labels[i])
         for j in range(i + 1, len(sets)):
             if not best or low & ~sets[j]:
                 continue
@@ -200,7 +200,7 @@ def _search(
     at = sets.index(graph.everything)
     if not labels[at]:
         return None
-    label = min(_undominated(labels[at]), key=lambda label: label[1])
+    label = min(undominated(labels[at]), key=lambda label: label[1])
     chain = []
     while at:
         chain.append(sets[at])
@@ -219,7 +219,8 @@ def _measured(graph: ForwardGraph, chain: tuple[int, ...]) -> Chain:
     return Chain(chain, peak, work)
 
 
-def _undominated(labels: Iterable[Label]) -> list[Label]:
+def undominated(labels: Iterable[Label]) -> list[Label]:
+    """Labels that no other one beats in both numbers."""
     found: list[Label] = []
     for label in sorted(labels):
         if not found or label[1] < found[-1][1]:

@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 import models
-from experiments.reference.replay import replay
 from jaxtile import nn, ops
 
+from .replay import replay
 from .support import normal
 
 VECTOR = normal(0, 8)

@@ -7,9 +7,9 @@ import pytest
 
 import models
 from experiments.reference import frameworks
-from experiments.reference.replay import replay
 
 from . import reference_models as reference
+from .replay import replay, tensorflow, training_steps, untied
 
 
 def forward(name):
@@ -234,7 +234,7 @@ def test_unet_retention():
 
 
 def test_alexnet_retention():
-    kept = frameworks.retained(reference.alexnet(), frameworks.tensorflow)
+    kept = frameworks.retained(reference.alexnet(), tensorflow)
     facts = reference.facts("alexnet_tf")["totals"]
     wanted = {layout(name) for name in facts["retained"]}
     assert {(n.split("@")[0], "NHWC" if "@" in n else "NCHW") for n in kept} == wanted
@@ -244,9 +244,7 @@ def test_alexnet_retention():
 def test_local_cnn_retention():
     graph = reference.local_cnn()
     trained = [o for o in graph.operations if "evaluate" not in o.name]
-    kept = frameworks.retained(
-        dataclasses.replace(graph, operations=tuple(trained)), frameworks.untied
-    )
+    kept = frameworks.retained(dataclasses.replace(graph, operations=tuple(trained)), untied)
     facts = reference.facts("local_cnn")
     theirs = {
         t
@@ -294,8 +292,8 @@ def unet_listed(op):
 
 def unet_cases():
     graph = reference.unet()
-    lean = frameworks.training_steps(graph, frameworks.chainer)
-    listed = frameworks.training_steps(graph, unet_listed)
+    lean = training_steps(graph, frameworks.chainer)
+    listed = training_steps(graph, unet_listed)
     everything = [o.name for o in graph.operations]
     kept = list(frameworks.retained(graph, frameworks.chainer))
     grads = [f"grad:{w}" for w in weights(graph)]
@@ -331,8 +329,8 @@ def test_resnet50_peaks():
 def local_cnn_cases():
     graph = reference.local_cnn()
     trained = tuple(o for o in graph.operations if "evaluate" not in o.name)
-    training = frameworks.training_steps(
-        dataclasses.replace(graph, operations=trained), frameworks.untied, constant=INPUTS
+    training = training_steps(
+        dataclasses.replace(graph, operations=trained), untied, constant=INPUTS
     )
     everything = [o.name for o in graph.operations]
     kept = [o.name for o in trained]

@@ -111,11 +111,9 @@ class Bar:
     every half a minute at the latest.
     """
 
-    def __init__(
-        self, what: str, total: int, *, start: int = 0, every: int = 1, file: TextIO | None = None
-    ):
+    def __init__(self, what: str, total: int, *, start: int = 0, every: int = 1):
         self.what, self.total, self.done, self.every = what, total, start, every
-        self.file = file or sys.stdout
+        self.file = sys.stdout
         self.began, self.start = time.perf_counter(), start
         self._said = self.began
         self._bar = None

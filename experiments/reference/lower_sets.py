@@ -7,7 +7,7 @@ listed before one of its subsets, a step is lost: it finds 5,717 MB, where 5,546
 
 from __future__ import annotations
 
-from policies._lower_sets import ForwardGraph
+from policies._lower_sets import ForwardGraph, undominated
 
 
 def depth_first_sets(graph: ForwardGraph) -> list[int]:
@@ -35,7 +35,7 @@ def smallest_budget_as_listed(graph: ForwardGraph, listed: list[int]) -> int:
     boundaries = [graph.boundary(low) for low in listed]
     beyond = [graph.beyond(low) for low in listed]
     for i, low in enumerate(listed):
-        best = _undominated(reached[i])
+        best = undominated(reached[i])
         for j in range(i + 1, len(listed)):
             if not best or low & ~listed[j]:
                 continue
@@ -43,11 +43,3 @@ def smallest_budget_as_listed(graph: ForwardGraph, listed: list[int]) -> int:
             new = graph.total(graph.bytes, boundaries[j] & ~low)
             reached[j] |= {(kept + new, max(peak, kept + stage)) for kept, peak in best}
     return min(peak for _, peak in reached[listed.index(graph.everything)])
-
-
-def _undominated(states: set[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for state in sorted(states):
-        if not found or state[1] < found[-1][1]:
-            found.append(state)
-    return found

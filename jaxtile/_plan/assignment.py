@@ -153,10 +153,7 @@ class Assignments:
         return Segment(seconds, needs, regions, kept, hosted, most_hosted)
 
     def _states(self, given: Assignment) -> list[int]:
-        states = list(given.states)
-        for k, state in self._settled.items():
-            states[k] = state
-        return states
+        return [self._settled.get(k, state) for k, state in enumerate(given.states)]
 
     def _split(
         self, joint: int | None, own: Sequence[int], states: Sequence[int], modes: Sequence[Mode]
@@ -213,7 +210,7 @@ class Assignments:
         hosted = [k for k in known if states[k] == HOSTED]
         there = {*hosted, *(i for i in begin.sources if states[i] == HOSTED)}
         return Segment(
-            seconds + (self._moved_to_host(regions, there, joint, last) if there else 0.0),
+            seconds + (self._moved_to_host(regions, there, last) if there else 0.0),
             needs,
             regions,
             kept=sum(held.values()),
@@ -222,11 +219,7 @@ class Assignments:
         )
 
     def _moved_to_host(
-        self,
-        regions: Sequence[Region],
-        there: Collection[int],
-        joint: int | None,
-        last: Mapping[int, int],
+        self, regions: Sequence[Region], there: Collection[int], last: Mapping[int, int]
     ) -> float:
         """Seconds that regions wait for values in host memory and their cotangents.
 
@@ -240,7 +233,7 @@ class Assignments:
             if not read and not sources and region.end not in there:
                 continue
             first, again = Traffic(), Traffic()
-            if region.end in there and region.end != joint:
+            if region.end in there:
                 first.sent += size[region.end]
                 again.fetched += size[region.end]
             for i in read:
