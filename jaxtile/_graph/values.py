@@ -254,6 +254,11 @@ def known(consts: Sequence[Any]) -> list[Value]:
     return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
 
 
+def without_elements(aval: Any) -> Value:
+    """An array without elements is a constant: there is nothing to tile, and nothing to store."""
+    return Value(aval, untiled(aval), known=np.zeros(aval.shape, aval.dtype))
+
+
 def constant(value: Value) -> np.ndarray | None:
     """The value as a NumPy array, if it depends on no argument of the function; computed when first
     asked for.
