@@ -82,7 +82,64 @@ def looked_up(w, x, labels):
     )
 
 
+@jax.custom_vjp
+def rounded(x, step):
+    """A straight-through estimator with a learned step."""
+    return jnp.round(x / step) * step
+
+
+rounded.defvjp(
+    lambda x, step: (rounded(x, step), (x, step)),
+    lambda saved, c: (c, (c * jnp.cos(saved[0])).sum(0)),
+)
+scaled = jax.custom_jvp(lambda x, scale: x * scale)
+scaled.defjvp(lambda xs, ts: (scaled(*xs), 2 * ts[0] * xs[1]))
+
+
+def recurrent(w, x, labels):
+    """A recurrent network over the time of each position."""
+    series = jnp.stack([x, conv(x, w[0]), x**2], 3).reshape(-1, 3, 2)
+
+    def cell(state, item):
+        state = jnp.tanh(state @ w[1][0, 0] + item)
+        return state, state[:, 0]
+
+    last, firsts = lax.scan(cell, jnp.zeros((126, 2)), series.swapaxes(0, 1))
+    return last, firsts.mean(0)
+
+
+def branches(w, x, labels):
+    rows = conv(x, w[0]).reshape(-1, 2)
+    branches = [jnp.sin, lambda r: r - r.mean(0), lambda r: r * BIAS]
+    return lax.switch((w[1].sum() > 0).astype(int) + 1, branches, rows) @ w[1][0, 0]
+
+
+def temporal(w, x, labels):
+    """Convolutions and pools along the time of each position."""
+    series = jnp.stack([x, conv(x, w[0]), x**2, x[:, ::-1]], 3).reshape(-1, 8, 1)
+    numbers = ("NTC", "TIO", "NTC")
+    series = lax.conv_general_dilated(
+        series, w[1][0, :, :1], (1,), "SAME", dimension_numbers=numbers
+    )
+    series = lax.reduce_window(series, -jnp.inf, lax.max, (1, 2, 1), (1, 2, 1), "VALID")
+    every = jax.vmap(lambda row: jnp.convolve(row, w[1][0, :, 0, 0], mode="same"))
+    return every(series.sum(-1)).reshape(2, 9, 7, 4)
+
+
+def moved(w, x, labels):
+    rows = jnp.pad(conv(x, w[0]).reshape(-1, 2), ((0, 0), (1, 0)), mode="edge")
+    first, *_, last = jnp.unstack(jnp.flip(rows, 1), axis=1)
+    return jnp.stack([first, first * last], 1), lax.top_k(rows, 2)[0].mean(0)
+
+
 FUNCTIONS = {
+    "rules": lambda w, x, n: scaled(
+        rounded(conv(x, w[0]).reshape(-1, 2), 1 + w[1][0, 0, 0] ** 2), BIAS
+    ),
+    "recurrent": recurrent,
+    "branches": branches,
+    "temporal": temporal,
+    "moved": moved,
     "looked up": looked_up,
     "window attention": window_attention,
     "along channels": along_channels,
@@ -206,12 +263,35 @@ def test_what_mixes_merged_positions_is_refused(fun, words):
         results(jaxtile.checkpoint(fun, **TILED))
 
 
+@jax.custom_vjp
+def clipped(x):
+    return x * 1.0
+
+
+clipped.defvjp(lambda x: (clipped(x), None), lambda _, c: (jnp.clip(c, -0.1, 0.1),))
+
+WHOLE = {
+    "confusion": lambda w, x, n: (
+        jnp.zeros((2, 2)).at[n.ravel(), conv(x, w[0]).reshape(-1, 2).argmax(-1)].add(1.0) * w[1]
+    ),
+    "segments": lambda w, x, n: jax.ops.segment_sum(conv(x, w[0]).reshape(-1, 2), n.ravel(), 2),
+    "clipped": lambda w, x, n: clipped(conv(x, w[0]).reshape(-1, 2)) @ w[1][0, 0],
+    "a crop": lambda w, x, n: lax.dynamic_slice_in_dim(
+        conv(x, w[0]).reshape(-1, 2), (w[1].sum() > 0).astype(int), 40
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_may_run_whole_does_so_when_merged(name):
+    tiled = jaxtile.checkpoint(WHOLE[name], **TILED)
+    assert_close(results(tiled), plain_results(WHOLE[name]))
+    assert tiled.explain(WEIGHTS, IMAGE, LABELS).whole
+
+
 def named(w, x):
     return checkpoint_name(conv(x, w[0]), "map")
 
-
-scaled = jax.custom_jvp(lambda x, scale: x * scale)
-scaled.defjvp(lambda xs, ts: (scaled(*xs), 2 * ts[0] * xs[1]))
 
 OTHERWISE = {
     "another order": lambda w, x, n: named(w, x).reshape(-1) * x.swapaxes(1, 2).reshape(-1),
@@ -222,7 +302,7 @@ OTHERWISE = {
     "two orders, multiplied": lambda w, x, n: jnp.einsum(
         "npc,npd->ncd", named(w, x).reshape(2, -1, 2), x.swapaxes(1, 2).reshape(2, -1, 2)
     ),
-    "a rule of two sizes": lambda w, x, n: scaled(named(w, x).reshape(2, -1, 2), BIAS),
+    "steps over positions": lambda w, x, n: lax.map(jnp.sin, named(w, x).reshape(-1, 14)),
 }
 
 

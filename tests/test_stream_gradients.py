@@ -50,6 +50,15 @@ def network(p, x, labels):
     return -jnp.take_along_axis(scores, labels[..., None], -1).mean()
 
 
+def test_what_has_no_cotangent_does_not_run_backwards():
+    def fun(w, x):
+        x = checkpoint_name(conv(x, w["a"]), "one")
+        large = jax.lax.while_loop(lambda y: y.max() < 9, lambda y: y * 1.5, 1 + x**2)
+        return (conv(jax.lax.stop_gradient(large) + x, w["b"]) ** 2).mean()
+
+    assert_gradients(fun, W, normal(0, 1, 12, 9, 3), policy=SAVED)
+
+
 def bytes_and_labels():
     chance = np.random.default_rng(0)
     return chance.integers(0, 256, (2, 19, 15, 3), np.uint8), chance.integers(0, 5, (2, 10, 8))

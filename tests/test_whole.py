@@ -6,6 +6,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
+from jaxtile._run.tile import Tile
 
 from .support import assert_close, assert_same, conv, normal, parametrize_few
 
@@ -129,3 +130,36 @@ def test_the_sign_of_zero_survives():
 def test_results_that_are_python_numbers_become_arrays():
     out = jaxtile.checkpoint(lambda w, x: (3.0, conv(x, w), 2), in_axes=AXES)(WEIGHTS[0], IMAGE)
     assert all(isinstance(x, jax.Array) for x in out)
+
+
+def until_large(w, x):
+    """A `while` on what is stored: it has no derivative, and needs none here."""
+    x = checkpoint_name(conv(x, w), "stored")
+    large = jax.lax.while_loop(lambda y: y.max() < 9, lambda y: y * 1.5, 1 + x**2)
+    return conv(jax.lax.stop_gradient(checkpoint_name(large, "large")) + x, w)
+
+
+@pytest.mark.parametrize("names", [("stored",), ("stored", "large")])
+@pytest.mark.parametrize("tiles", [(3, 2), "whole"])
+def test_what_has_no_cotangent_does_not_run_backwards(tiles, names):
+    w = WEIGHTS[0]
+    assert_same(until_large, w, IMAGE, in_axes=AXES, tiles=tiles, policy=saved(*names))
+
+
+def test_a_teacher_runs_forwards_only():
+    def distance(student, teacher, x, z):
+        wanted = checkpoint_name(network(teacher, z)[0] * z, "wanted")
+        return ((network(student, x)[0] - jax.lax.stop_gradient(wanted)) ** 2).mean()
+
+    axes = (None, None, (1, 2), (1, 2))
+    tiled = jaxtile.checkpoint(distance, in_axes=axes, tiles=(2, 2), policy=saved("wanted"))
+
+    def pulled_back(*argnums):
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            pullback = Tile.pullback
+            patch.setattr(Tile, "pullback", lambda t, *a: seen.append(t.region) or pullback(t, *a))
+            jax.make_jaxpr(jax.grad(tiled, argnums))(WEIGHTS[:2], WEIGHTS[2:], IMAGE, -IMAGE)
+        return {region.index for region in seen}
+
+    assert pulled_back(0) == pulled_back(0, 1)

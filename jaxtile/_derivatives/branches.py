@@ -20,6 +20,8 @@ from .call_tile import CallTile, all_windows, hold_all, read_axes
 
 @register("cond", kind="window")
 class Cond(Rule):
+    may_run_whole = True
+
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         per_branch = zip(*map(read_axes, _graphs(eqn, eqn.in_axes[1:])), strict=True)
         in_axes = [merge(eqn.primitive, axes) for axes in per_branch]

@@ -56,7 +56,7 @@ def _partly_tiled(eqn: Equation) -> bool:
 
 
 class _Call(Rule):
-    is_call = True
+    is_call, may_run_whole = True, True
 
     def likeness(self, eqn: Equation) -> Hashable:
         return tuple(map(id, eqn.params.values()))

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal as Constant
 
 _PLAIN = dict.fromkeys(("jit", "checkpoint", "remat2"), "jaxpr") | dict.fromkeys(
@@ -68,6 +70,12 @@ def any_call(eqn: Any) -> Any | None:
     return found
 
 
+def is_empty(eqn: Any) -> bool:
+    """Has none of its results an element, so that they are known without it?"""
+    plain = all(jnp.issubdtype(v.aval.dtype, np.generic) for v in eqn.outvars)
+    return plain and not eqn.effects and all(0 in v.aval.shape for v in eqn.outvars)
+
+
 def live(jaxpr: Any) -> list[Any]:
     """The equations that an output depends on, or that have an effect."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Constant)}
@@ -75,5 +83,7 @@ def live(jaxpr: Any) -> list[Any]:
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(v in needed for v in eqn.outvars):
             live.append(eqn)
+            if is_empty(eqn):
+                continue
             needed.update(v for v in eqn.invars if not isinstance(v, Constant))
     return live[::-1]

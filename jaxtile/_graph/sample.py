@@ -14,12 +14,11 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core.primitives import conv_general_dilated_p
 
 from .._rules import Axes, Equation, traits
 from .._rules.planes import wide_bytes
-from .values import Graph, Node, Value
+from .values import Graph, Node, Value, is_float
 
 _IRRELEVANT = ("padding", "out_sharding")
 
@@ -103,15 +102,11 @@ def trained(graph: Graph) -> set[Value]:
     """The values that have gradients, if the arguments that are not tiled are trained; or, if there
     are no such arguments, all of them.
     """
-    arguments = {v for v in graph.inputs if not v.tiled and _floating(v)}
-    arguments = arguments or {*filter(_floating, graph.inputs)}
+    arguments = {v for v in graph.inputs if not v.tiled and is_float(v)}
+    arguments = arguments or {*filter(is_float, graph.inputs)}
     read = {v.array for n in graph.nodes for v in n.inputs}
-    closed_over = {v for v in read if v.known is not None and not v.concrete and _floating(v)}
+    closed_over = {v for v in read if v.known is not None and not v.concrete and is_float(v)}
     return graph.dependent(arguments | closed_over)
-
-
-def _floating(value: Value) -> bool:
-    return jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
 
 def _is_default(value: Any) -> bool:

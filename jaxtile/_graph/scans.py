@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
+from .joint import Joint
 from .layers import Scan
 from .values import Value, known
 
@@ -19,6 +20,12 @@ class Walks(Protocol):
     ) -> list[Value]: ...
 
     def call(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> Value: ...
+
+
+def over_merged(eqn: Any, inputs: Sequence[Value]) -> bool:
+    """Is it over positions that were merged?"""
+    items = Scan.of(eqn.params).split(inputs)[2]
+    return any(isinstance(x, Joint) and len(x.groups[0]) > 1 for x in items)
 
 
 def unrolled(eqn: Any, inputs: Sequence[Value], walks: Walks) -> list[Value]:

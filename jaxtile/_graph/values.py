@@ -117,6 +117,11 @@ class Node:
         return self.equation.primitive.name == "clamp_by_result"
 
     @property
+    def flat(self) -> bool:
+        """Is its derivative zero, as that of `stop_gradient`?"""
+        return rules.traits(self.equation.primitive).flat
+
+    @property
     def expensive(self) -> bool:
         known = rules.traits(self.equation.primitive)
         return known.works or known.kind == "reduction"
@@ -216,8 +221,8 @@ class Graph:
         """These values, and all that have derivatives with respect to one of them."""
         found = {*values}
         for node in self.nodes:
-            if any(v.array in found for v in node.inputs):
-                found |= {v for v in node.outputs if jnp.issubdtype(v.aval.dtype, jnp.inexact)}
+            if not node.flat and any(v.array in found for v in node.inputs):
+                found |= set(filter(is_float, node.outputs))
         return found
 
     @functools.cached_property
@@ -230,9 +235,28 @@ class Graph:
         return found
 
 
+def is_float(value: Value) -> bool:
+    """May it have a derivative?"""
+    return bool(jnp.issubdtype(value.aval.dtype, jnp.inexact))
+
+
+def moving(nodes: Sequence[Node], results: Iterable[Value]) -> set[Value]:
+    """The arrays with respect to which these results have derivatives, by these equations."""
+    found = {v.array for v in results if is_float(v)}
+    for node in reversed(nodes):
+        if not node.flat and any(v in found for v in node.outputs):
+            found |= {v.array for v in node.inputs if is_float(v)}
+    return found
+
+
 def known(consts: Sequence[Any]) -> list[Value]:
     """The constants of a jaxpr."""
     return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
+
+
+def without_elements(aval: Any) -> Value:
+    """An array without elements is a constant: there is nothing to tile, and nothing to store."""
+    return Value(aval, untiled(aval), known=np.zeros(aval.shape, aval.dtype))
 
 
 def constant(value: Value) -> np.ndarray | None:

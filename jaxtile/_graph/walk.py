@@ -22,14 +22,15 @@ from .._errors import Mixes, user_line
 from .._rules import Axes, Equation, tiled, untiled
 from .._rules.manual import type_of
 from .branches import in_parts, mixes
-from .inline import live, plain_call
-from .joint import Groups, Joint, broadcast_to, merge, restated, sizes
+from .inline import is_empty, live, plain_call
+from .joint import Groups, Joint, broadcast_to, merge, sizes, tiled_only
 from .layers import InTiles, layers_of
 from .lookup import at_own_position
 from .nodes import Nodes, Policy, constants
 from .refusal import refuse
-from .scans import unrolled
-from .values import Graph, Node, Value, constant, is_held, known
+from .restated import restated
+from .scans import over_merged, unrolled
+from .values import Graph, Node, Value, constant, is_held, known, without_elements
 
 _BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
 """Work whose results are about as large as its operands; contractions with such results, too."""
@@ -82,6 +83,9 @@ class Walk:
 
         pieces: dict[Any, Sequence[Value]] = {}
         for eqn in live(jaxpr):
+            if is_empty(eqn):
+                env.update((v, without_elements(v.aval)) for v in eqn.outvars)
+                continue
             inputs = [read(v) for v in eqn.invars]
             if eqn.primitive.name == "concatenate":
                 pieces[eqn.outvars[0]] = inputs
@@ -106,7 +110,8 @@ class Walk:
                 eqn, lambda x: lax.reshape(lax.transpose(x, order), shape), inputs
             )
         if any(isinstance(v, Joint) for v in inputs):
-            return self._joined(eqn, inputs)
+            loops = name == "scan" and not over_merged(eqn, inputs)
+            return unrolled(eqn, inputs, self) if loops else self._joined(eqn, inputs)
         if not any(v.tiled for v in inputs):
             equation = self._described(eqn, inputs)
             return self.nodes.add(equation, inputs, [untiled(a) for a in equation.out_avals])
@@ -204,7 +209,7 @@ class Walk:
             # The last tiled dimensions, of size 1, were dropped: the equation runs once, on an
             # array that is small.
             self.nodes.store_whole(promoted)
-        return [_without_elements(v) if v.tiled and 0 in v.aval.shape else v for v in outputs]
+        return [without_elements(v.aval) if 0 in v.aval.shape else v for v in outputs]
 
     def _unmixed(self, equation: Equation, inputs: Sequence[Value], refusal: Mixes) -> list[Value]:
         """The operands of an equation that its rule refused to tile, as global values where they
@@ -235,13 +240,15 @@ class Walk:
         if self.nodes.whole(value) is not None:
             return None
         (split,) = self._restated(eqn, lambda x: lax.reshape(x, sizes(groups)), [value])
-        return Joint(eqn.outvars[0].aval, split, groups)
+        joint = tiled_only(groups, split.axes)
+        merged = self.call(lambda x: lax.reshape(x, sizes(joint)), [split])
+        return Joint(eqn.outvars[0].aval, merged, joint)
 
     def _joined(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
         """An equation that reads joint arrays, stated for what these are; or on whole arrays."""
         found = restated(eqn, inputs)
         if found is None:
-            return self._equation(eqn, [self._settled(eqn, inputs, v) for v in inputs])
+            return self._on_merged(eqn, inputs)
         function, groups = found
         arrays = [self._split(v, groups[0]) for v in inputs]
         outputs = self._restated(eqn, function, arrays)
@@ -262,17 +269,33 @@ class Walk:
         again = broadcast_to(node.equation, groups)
         return value if again is None else self.call(again, node.inputs)
 
-    def _settled(self, eqn: Any, inputs: Sequence[Value], value: Value) -> Value:
-        """A joint array, merged: whole, if it is stored; otherwise its reader is refused."""
+    def _on_merged(self, eqn: Any, inputs: Sequence[Value]) -> Sequence[Value]:
+        """An equation on merged arrays: once, if they are stored, or if its rule lets it run so;
+        otherwise it is refused.
+        """
+        rule, reason = rules.find(eqn.primitive), "it mixes positions that `reshape` merged"
+        runs_whole = rule is not None and rule.may_run_whole and not self.in_tile
+        if self.store_mixed:
+            self.nodes.store_whole([v.value for v in inputs if isinstance(v, Joint)])
+        merged = [self._settled(v) for v in inputs]
+        if all(v is not None for v in merged):
+            return self._equation(eqn, [v for v in merged if v is not None])
+        described = self._described(eqn, inputs)
+        if not runs_whole:
+            refusal = Mixes(f"{reason} into one dimension", "do it before the `reshape`")
+            raise self._refusal(described, refusal) from None
+        equation = dataclasses.replace(
+            described, out_axes=tuple(untiled(a) for a in described.out_avals)
+        )
+        return self.nodes.run_whole(equation, [self.merged(v) for v in inputs], reason)
+
+    def _settled(self, value: Value) -> Value | None:
+        """A joint array, merged: whole, if it is stored; otherwise None."""
         if not isinstance(value, Joint):
             return value
-        if self.store_mixed:
-            self.nodes.store_whole([value.value])
         whole = self.nodes.whole(value.value, _BOUNDED)
         if whole is None:
-            reason = "it mixes positions that `reshape` merged into one dimension"
-            advice = "do it before the `reshape`"
-            raise self._refusal(self._described(eqn, inputs), Mixes(reason, advice)) from None
+            return None
         return self.call(lambda x: lax.reshape(x, value.aval.shape), [whole])
 
     def merged(self, value: Value) -> Value:
@@ -337,13 +360,6 @@ class Walk:
     def _calls(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         closed = jax.make_jaxpr(fun)(*(type_of(v.aval) for v in inputs))
         return self.walk(closed.jaxpr, known(closed.consts), inputs)
-
-
-def _without_elements(value: Value) -> Value:
-    """An array without elements is a constant: there is nothing to tile, and nothing to store."""
-    return Value(
-        value.aval, untiled(value.aval), known=np.zeros(value.aval.shape, value.aval.dtype)
-    )
 
 
 def arguments(jaxpr: Any, in_axes: Sequence[Axes], names: Sequence[str | None]) -> list[Value]:

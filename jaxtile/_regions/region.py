@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Collection
 
 from .._geometry import partition
-from .._graph.values import Node, Value
+from .._graph.values import Node, Value, moving
 from .._mesh.devices import Devices
 from .._mesh.halos import Exchange, Halo
 from .._rules import Windows
@@ -30,6 +32,8 @@ class Region:
     """On a mesh, that of each device."""
     plan: TilePlan | None = None
     devices: Devices | None = None
+    moved: Collection[Value] = ()
+    """What the function's outputs have derivatives with respect to."""
     skips: bool = False
     """Are tiles that read what another one has read computed once?"""
     before: list[Node] = dataclasses.field(default_factory=list)
@@ -78,6 +82,22 @@ class Region:
     def changes_value(self) -> bool:
         """May its results differ when it is differentiated?"""
         return any(n.changes_value for n in self.nodes)
+
+    @property
+    def equations(self) -> list[Node]:
+        """Its nodes, and the reductions that they lead to."""
+        return [*self.nodes, *(t.reduction for t in self.targets if t.reduction is not None)]
+
+    @functools.cached_property
+    def moving(self) -> tuple[list[bool], list[bool]]:
+        """With respect to which inputs and which globals its results have derivatives that the
+        function has too.
+
+        All of them, if being differentiated is what changes its results.
+        """
+        if self.changes_value:
+            return _among(None, self)
+        return _among(moving(self.equations, {*self.results} & {*self.moved}), self)
 
     @property
     def has_rules(self) -> bool:
@@ -148,9 +168,28 @@ class Group:
         targets = [t for r in self.regions for t in r.targets]
         return [t.result for t in targets if t.reduction and not t.result.tiled]
 
+    @functools.cached_property
+    def moving(self) -> tuple[list[bool], list[bool]]:
+        """The same of all regions and equations together."""
+        if self.changes_value:
+            return _among(None, self)
+        found = {*self.results} & {*self.regions[0].moved}
+        for step in reversed(self.steps):
+            found |= moving(step.equations if isinstance(step, Region) else [step], found)
+        return _among(found, self)
+
     @property
     def has_rules(self) -> bool:
         return any(s.has_rules if isinstance(s, Region) else s.is_call for s in self.steps)
+
+
+def _among(found: Collection[Value] | None, step: Region | Group) -> tuple[list[bool], list[bool]]:
+    """Which inputs and which globals are among these; None: all are."""
+
+    def there(values: list[Value]) -> list[bool]:
+        return [found is None or v.array in found for v in values]
+
+    return there(step.inputs), there(step.globals)
 
 
 def _made_by(nodes: list[Node], values: list[Value]) -> list[bool]:

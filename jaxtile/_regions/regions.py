@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from jax.sharding import PartitionSpec
 
 from .._errors import TilingError
-from .._graph.values import Graph, Node, Storage
+from .._graph.values import Graph, Node, Storage, moving
 from .._mesh.collectives import reduction_step
 from .._mesh.devices import Devices
 from .again import grouped, possible, prepare, together
@@ -81,10 +81,11 @@ def schedule_of(
     ordered = sorted([*steps, *regions], key=when)
     for run in together(ordered, stored):
         prepare(run, stored, order)
+    moved = moving(graph.nodes, graph.outputs)
     for region in regions:
         for each in filter(None, (region, region.again)):
             _plan(each, order)
-            each.skips = skips
+            each.moved, each.skips = moved, skips
     return Schedule(graph, stored, grouped(ordered, graph, stored, order), devices)
 
 

@@ -20,13 +20,14 @@ def _register(
 
 @_register(
     """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e ceil clamp clz cos cosh
-    digamma eq eq_to erf erf_inv erfc exp2 expm1 floor ge gt igamma igamma_grad_a igammac
-    integer_pow is_finite le le_to lgamma log log1p log2 lt lt_to mulhi ne nextafter not
-    one_minus_square or polygamma polynomial population_count pow regularized_incomplete_beta rem
-    round shift_left shift_right_arithmetic shift_right_logical sign sin sinh square tan xor zeta
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e clamp clz cos cosh
+    digamma eq eq_to erf erf_inv erfc exp2 expm1 ge gt igamma igamma_grad_a igammac integer_pow
+    is_finite le le_to lgamma log log1p log2 lt lt_to mulhi ne nextafter not one_minus_square or
+    polygamma polynomial population_count pow regularized_incomplete_beta rem shift_left
+    shift_right_arithmetic shift_right_logical sin sinh square tan xor zeta
     """
 )
+@_register("ceil floor round sign", flat=True)
 @_register("cbrt exp logistic max min rsqrt sqrt tanh", reads_result=True)
 @_register("add add_any complex conj imag real reduce_precision sub", linear="sum")
 @_register("neg", linear="sum", free=True)
@@ -35,7 +36,7 @@ def _register(
 @_register("select_n", linear="cases")
 @_register("convert_element_type", kind="movement", linear="sum", free=True)
 @_register("copy", kind="movement", linear="sum", view=True, free=True)
-@_register("stop_gradient", kind="movement", view=True, free=True)
+@_register("stop_gradient", kind="movement", view=True, free=True, flat=True)
 @_register("threefry2x32", kind="random")
 class Elementwise(Rule):
     """Operands have the output's shape, or size 1 where they are repeated, or are scalars."""

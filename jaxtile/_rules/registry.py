@@ -144,6 +144,8 @@ class Rule(Protocol):
     """Does every position of a result come from the same position of the operands?"""
     apart: ClassVar[bool] = False
     """Does each result come from the operand in its place alone? The graph has an equation each."""
+    may_run_whole: ClassVar[bool] = False
+    """Does it run once, on whole arrays, where it cannot run in tiles?"""
     is_call: ClassVar[bool] = False
     """Is it a function with a derivative rule of its own?"""
     pulls_back: ClassVar[bool] = False

@@ -125,6 +125,8 @@ class DynamicSlice(Rule):
     whole, runs once: a tile would not know what to read.
     """
 
+    may_run_whole = True
+
     def axes(self, eqn: Equation) -> tuple[Sequence[Axes], Sequence[Axes]]:
         if eqn.inside and (reason := self.runs_whole(eqn)) is not None:
             raise Mixes(reason)

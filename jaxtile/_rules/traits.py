@@ -51,6 +51,8 @@ class Traits:
     """Can what reads it do its arithmetic along the way: a change of sign, of type?"""
     reads_result: bool = False
     """Does its derivative read its result, as that of `exp` or `tanh` does?"""
+    flat: bool = False
+    """Is its derivative zero everywhere, to JAX, although its result is a float?"""
 
     @property
     def fuses(self) -> bool:
@@ -75,3 +77,4 @@ class TraitWords(TypedDict, total=False):
     view: bool
     free: bool
     reads_result: bool
+    flat: bool

@@ -33,6 +33,7 @@ _REASON = "it changes positions along a tiled axis that are not one block at a c
 class _Update(Rule):
     """Of an array, by an array of `updates`, at places that other operands say."""
 
+    may_run_whole = True
     updates: int
     """Which operand holds the new values."""
 

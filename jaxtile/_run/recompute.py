@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax import lax
 
 from .._errors import TilingError
 from .._graph.static import Static
@@ -92,11 +93,23 @@ def run(
     own for that. `hosted`: per input, its copy in host memory, if it has one; one that lies there
     itself has none. An argument in host memory has no cotangents, and None in its place.
     """
-    given = list(inputs), list(globals_), list(hosted)
+    moving, of_globals = body.region.moving
+    given = _still(inputs, moving), _still(globals_, of_globals), _still(hosted, moving)
     given = as_varying_as(given, jax.tree.leaves(given))
     if jax.__version_info__ < (0, 12) and body.region.has_rules:  # JAX would forget these
-        return apply_backwards(_Run(body), *only_backwards(given))
-    return apply(_Run(body), *given)
+        results, read = apply_backwards(_Run(body), *only_backwards(given))
+    else:
+        results, read = apply(_Run(body), *given)
+    return results, [y if m else x for x, y, m in zip(inputs, read, moving, strict=True)]
+
+
+def _still(arrays: Sequence[Any], moving: Sequence[bool]) -> list[Any]:
+    """The same arrays. Those that results have no derivatives with respect to have none either:
+    with zeros, what computes them would run backwards, and a `while` cannot.
+    """
+    return [
+        x if m or x is None else lax.stop_gradient(x) for x, m in zip(arrays, moving, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

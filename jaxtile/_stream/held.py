@@ -74,6 +74,7 @@ class Globals:
         self.inputs = [v for v in dict.fromkeys(read) if v not in made and v.known is None]
         self.outputs = [v for v in made if v in elsewhere]
         self.wanted = [v in active for v in self.inputs]
+        self.active = [v in active for v in self.outputs]
         self.evaluate = jax.jit(self._evaluate)
         self.pull = jax.jit(self._pull)
 
@@ -82,7 +83,7 @@ class Globals:
         held.arrays.update(zip(self.outputs, results, strict=True))
 
     def backward(self, held: Held, cotangents: Held) -> None:
-        given = [cotangents.arrays.get(v) for v in self.outputs]
+        given = [cotangents.arrays.get(v) for v in select(self.outputs, self.active)]
         if any(self.wanted) and any(c is not None for c in given):
             found = self.pull([held.whole(v) for v in self.inputs], given)
             for value, x in zip(select(self.inputs, self.wanted), found, strict=True):
@@ -98,5 +99,8 @@ class Globals:
     def _pull(
         self, arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array | None]
     ) -> list[jax.Array]:
-        results, pull = pulled(self._evaluate, (arrays,), (self.wanted,))
+        def some(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+            return select(self._evaluate(arrays), self.active)
+
+        results, pull = pulled(some, (arrays,), (self.wanted,))
         return pull(list(map(cotangent_of, results, cotangents)))[0]

@@ -17,7 +17,7 @@ from .._errors import TilingError, describe, user_line
 from .._graph.build import build
 from .._graph.inline import any_call
 from .._graph.trace import Traced
-from .._graph.values import Graph, Node, Storage, Value
+from .._graph.values import Graph, Node, Storage, Value, moving
 from .._regions.grid import Grid, Tiles, grid_of
 from .._regions.region import Region
 from .._regions.regions import Schedule, schedule_of
@@ -261,11 +261,7 @@ def _decided(
 def _active(graph: Graph, wanted: Sequence[int]) -> Active:
     """What depends on these arguments, and what the first output depends on."""
     dependent = graph.dependent(graph.inputs[i] for i in wanted)
-    active = {graph.outputs[0].array} & dependent
-    for node in reversed(graph.nodes):
-        if any(v in active for v in node.outputs):
-            active |= {v.array for v in node.inputs} & dependent
-    return active
+    return dependent & moving(graph.nodes, graph.outputs[:1])
 
 
 def _held(graph: Graph, stored: Storage) -> set[Value]:
