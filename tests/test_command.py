@@ -26,6 +26,16 @@ def test_it_lists_the_programs(monkeypatch, capsys):
     assert all(f"\n  {name} " in told for name in own)
 
 
+def test_nobody_reads_the_list():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtile"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_it_knows_its_version(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["jaxtile", "--version"])
     main()

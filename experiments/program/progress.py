@@ -149,6 +149,11 @@ class Bar:
         else:
             print(line, file=self.file, flush=True)
 
+    def hide(self) -> None:
+        """The live line ends, and stays as it is, until `advance`."""
+        if self._bar is not None:
+            self._bar.stop()
+
     def _is_late(self) -> bool:
         return time.perf_counter() - self._said > _SILENT_SECONDS
 
@@ -161,8 +166,7 @@ class Bar:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.hide()
 
 
 def _is_live(file: TextIO) -> bool:
