@@ -525,9 +525,7 @@ def test_pixels_without_data_do_not_count_in_mean_and_deviation(holes):
 def test_values_that_are_not_finite_are_no_pixels(holes):
     """Of a classifier they would make class 0, silently; of a step, one that is not finite."""
     options = {"path": holes, "eval_fraction": 0.0, "dtype": "float32", "size": 0}
-    with pytest.raises(
-        ImageError, match=r"images/0\.npy: holds values that are not finite"
-    ):
+    with pytest.raises(ImageError, match=r"images/0\.npy: holds values that are not finite"):
         load(**options).example(0, None)
     assert np.isfinite(load(**options, nodata=(np.nan,)).example(0, None)[0]).all()
     np.save(holes / "images" / "0.npy", np.full((16, 16), 1e6, np.float32))

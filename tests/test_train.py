@@ -441,9 +441,7 @@ def test_a_checkpoint_of_another_model_is_named():
     saved = pathlib.Path("runs/a/checkpoints/7")
     wanted = {"kernel": np.zeros(5), "bias": np.zeros(5)}
     advice = "A checkpoint goes with the code and the options of the model that it is of"
-    with pytest.raises(
-        CheckpointError, match=rf"{saved} has kernel as .*4\], .*5\]\. {advice}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{saved} has kernel as .*4\], .*5\]\. {advice}"):
         unflatten(wanted, {"kernel": np.zeros(4), "bias": np.zeros(5)}, saved)
     with pytest.raises(CheckpointError, match=rf"{saved} is of .* lacks bias, and has nothing .*"):
         unflatten(wanted, {"kernel": np.zeros(5)}, saved)
