@@ -58,6 +58,8 @@ def main() -> None:
         )
     _find_programs()
     sys.argv[1:] = arguments
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing takes seconds: end without a trace
     runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
 
 

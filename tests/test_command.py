@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -34,6 +35,17 @@ def test_nobody_reads_the_list():
     )
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_while_a_program_is_imported():
+    code = """if True:
+        import os, signal, sys
+        from jaxtile import __main__ as command
+        command.runpy.run_module = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+        sys.argv = ["jaxtile", "train"]
+        command.main()"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 def test_it_knows_its_version(monkeypatch, capsys):
