@@ -41,7 +41,9 @@ _REFERENCE = flags.DEFINE_bool("reference", False, "the table of policies on the
 def main(argv: list[str]) -> None:
     del argv
     if _REFERENCE.value:
-        print(reference())
+        with Now(file=sys.stderr) as now:
+            text = reference(now=now)
+        print(text)
         return
     save, picture = output("save", _SAVE.value), output("picture", _PICTURE.value, PICTURES)
     shape = shape_of(_MODEL.value, _BATCH.value, _SIZE.value)
