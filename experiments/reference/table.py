@@ -67,11 +67,11 @@ def reference(
             *rows,
             "",
             f"U-Net, batch {shape[0]}, {shape[1]} x {shape[2]}, float32; compiled for "
-            f"{jax.devices()[0].device_kind}, jax {jax.__version__}. Estimated and compiled: arguments, "
-            "results and temporaries of one "
-            "step (loss and all gradients). Other model: what the framework keeps of the forward "
-            "pass, or the peak in the memory model of the lower-set paper, which counts "
-            "activations and their gradients only, and frees nothing within a stage.",
+            f"{jax.devices()[0].device_kind}, jax {jax.__version__}. Estimated and compiled: "
+            "arguments, results and temporaries of one step (loss and all gradients). Other model: "
+            "what the framework keeps of the forward pass, or the peak in the memory model of the "
+            "lower-set paper, which counts activations and their gradients only, and frees nothing "
+            "within a stage.",
             f"Smallest budget in the paper's model: {listed:,} bytes over all lower sets if steps "
             "follow the order of a depth-first list, as in the reference (its 5,717 MB); "
             f"{exact:,} bytes if they need not; {approximate:,} bytes over ancestor sets (5,785 "
