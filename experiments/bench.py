@@ -35,7 +35,8 @@ from .measuring.processes import keep_off_devices, machine, measured, outcome, p
 from .measuring.results import Result, append, read
 from .program.command import profile_flag, start, workdir_flag
 from .program.config import ConfigError, sweep
-from .program.files import Lock
+from .program.files import Lock, write_atomically
+from .program.progress import Now
 
 _WORKDIR = workdir_flag()
 _PEERS = flags.DEFINE_bool("peers", False, "PyTorch, plain and with checkpoints per block")
@@ -44,8 +45,8 @@ _ROW = flags.DEFINE_multi_string(
     "row", [], "some of the rows, beside plain JAX's: patterns, as store_all or 'budget:*'"
 )
 _PROFILE = profile_flag()
-_REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps")
-_LIMIT = flags.DEFINE_integer("limit", 600, "seconds allowed per row")
+_REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps", 1)
+_LIMIT = flags.DEFINE_integer("limit", 600, "seconds allowed per row", 1)
 
 _ON_GPU = (
     *("vgg16,4096,bfloat16", "resnet50,4096,bfloat16", "unet,572,float32,8"),
@@ -125,11 +126,13 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
     def found(cell: Cell) -> Result:
         in_torch = cell.policy in _PEER_ROWS
         if cell not in known or (_PROFILE.value and not in_torch and lacks_profile(known[cell])):
-            known[cell] = (
-                peer(cell, settings, folder)
-                if in_torch
-                else measured(cell, settings, folder, profiled=_PROFILE.value)
-            )
+            with Now(file=sys.stderr) as now:
+                now(f"measuring {cell.name}")
+                known[cell] = (
+                    peer(cell, settings, folder)
+                    if in_torch
+                    else measured(cell, settings, folder, profiled=_PROFILE.value)
+                )
             append(folder / "results.jsonl", known[cell])
             print(f"{cell.name}: {outcome(known[cell])}", file=sys.stderr, flush=True)
         return known[cell]
@@ -150,7 +153,7 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
                 title = _TITLES.get(row.cell.policy) or f"jaxtile, {row.cell.policy}"
                 lines += [f"{title}:", "", "```", row.values["profile"], "```", ""]
     text = "\n".join(lines)
-    (folder / "bench.md").write_text(text + "\n")
+    write_atomically(folder / "bench.md", text + "\n")
     return text
 
 

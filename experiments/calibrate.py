@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,15 +27,18 @@ from jaxtile._plan.measuring import timings, unknown
 from policies import Costs
 
 from .measuring.measure import measure
-from .measuring.problems import problem, shape_of
+from .measuring.problems import REFERENCES, problem, shape_of
 from .program.command import start
+from .program.config import ConfigError
+from .program.files import output
+from .program.progress import Now
 
 _OUTPUT = flags.DEFINE_string("output", None, "where to write; default: where the planner looks")
-_SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 2048, on a CPU 64")
+_SIZE = flags.DEFINE_integer("size", None, "pixels of the images; default 2048, on a CPU 64", 4)
 _MODELS = flags.DEFINE_list(
     "models", None, "models whose operations are timed; default vgg16,unet,resnet50, on a CPU none"
 )
-_REPEATS = flags.DEFINE_integer("repeats", 5, "runs of each measurement; the median counts")
+_REPEATS = flags.DEFINE_integer("repeats", 5, "runs of each measurement; the median counts", 1)
 
 Layer = Callable[[jax.Array, jax.Array], jax.Array]
 """Of an image and weights."""
@@ -45,11 +49,18 @@ _CHANNELS = 128
 
 def main(argv: list[str]) -> None:
     del argv
-    found = calibrate(_SIZE.value or (64 if jax.default_backend() == "cpu" else 2048))
+    output("output", _OUTPUT.value)
+    if unknown_models := {*(_MODELS.value or ())} - {*REFERENCES}:
+        raise ConfigError(
+            f"--models: there is no model {', '.join(sorted(unknown_models))}; known are "
+            f"{', '.join(REFERENCES)}"
+        )
     path = pathlib.Path(_OUTPUT.value or measured_path())
-    if path.exists():
-        found = dataclasses.replace(found, classes=Costs.load(path).classes)
-    found = with_operations(found, _MODELS.value)
+    with Now(file=sys.stderr) as now:
+        found = calibrate(_SIZE.value or (64 if jax.default_backend() == "cpu" else 2048), now)
+        if path.exists():
+            found = dataclasses.replace(found, classes=Costs.load(path).classes)
+        found = with_operations(found, _MODELS.value, now)
     found.save(path)
     print(f"| {found.device} | |\n|---|---|")
     for dtype, rate in found.flops.items():
@@ -66,12 +77,13 @@ def main(argv: list[str]) -> None:
     print(f"\nwritten to {path}")
 
 
-def with_operations(costs: Costs, names: Sequence[str] | None) -> Costs:
+def with_operations(costs: Costs, names: Sequence[str] | None, now: Now) -> Costs:
     """The table, and the times of these models' operations that it does not have."""
     if names is None:
         names = () if jax.default_backend() == "cpu" else ("vgg16", "unet", "resnet50")
     classes = dict(costs.classes)
     for name in names:
+        now(f"timing the operations of {name}")
         dtype = jnp.float32 if name == "unet" else jnp.bfloat16
         found = problem(name, shape_of(name), dtype, abstract=True)
         view = jaxtile.policy.outline(found.loss, *found.arguments, in_axes=found.in_axes)
@@ -80,20 +92,27 @@ def with_operations(costs: Costs, names: Sequence[str] | None) -> Costs:
     return dataclasses.replace(costs, classes=classes)
 
 
-def calibrate(size: int) -> Costs:
+def calibrate(size: int, now: Callable[[str], None] = lambda what: None) -> Costs:
+    def timed(what: str, measured: Callable[..., float], *args: Any) -> float:
+        now(f"timing {what}")
+        return measured(*args)
+
+    pools = _with_our_gradient(_pools)
     return Costs(
         device=jax.devices()[0].device_kind,
-        flops={d: _convolution_rate(size, d) for d in _types()},
-        bandwidth=_bandwidth(size),
-        host_bandwidth=_host_bandwidth(size) if has_host_memory() else None,
-        start=_start(),
-        loop=_loop(),
-        tile=_tile(size),
+        flops={d: timed(f"convolutions, {d}", _convolution_rate, size, d) for d in _types()},
+        bandwidth=timed("memory", _bandwidth, size),
+        host_bandwidth=timed("the host's memory", _host_bandwidth, size)
+        if has_host_memory()
+        else None,
+        start=timed("the start of an operation", _start),
+        loop=timed("loops", _loop),
+        tile=timed("tiles", _tile, size),
         backward={
-            "convolution": _gradient(_stack, size, "bfloat16"),
+            "convolution": timed("gradients of convolutions", _gradient, _stack, size, "bfloat16"),
             "contraction": 2.0,
-            "max_pool": _gradient(_with_our_gradient(_pools), size),
-            "other": _gradient(_activations, size),
+            "max_pool": timed("gradients of pools", _gradient, pools, size),
+            "other": timed("gradients of the rest", _gradient, _activations, size),
         },
     )
 

@@ -21,6 +21,7 @@ from policies import format_bytes
 
 from .program.command import start
 from .program.config import ConfigError, fields, with_defaults
+from .program.files import PICTURES, output, write_figure
 from .training.workdir import ReadOnly, read_config
 
 _PICTURE = flags.DEFINE_string("picture", None, "draw losses and metrics here (png, svg, pdf)")
@@ -80,7 +81,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 
 
-def draw(runs: dict[str, Found], path: str) -> None:
+def draw(runs: dict[str, Found], path: pathlib.Path) -> None:
     """The losses of training, smoothed, and the metric of each evaluation."""
     import matplotlib.pyplot as plt
     import numpy as np
@@ -96,7 +97,7 @@ def draw(runs: dict[str, Found], path: str) -> None:
     left.set(xlabel="step", ylabel="training loss, smoothed")
     right.set(xlabel="step", ylabel="evaluation loss")
     left.legend()
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path, dpi=110)
     plt.close(figure)
 
 
@@ -104,10 +105,13 @@ def main(argv: Sequence[str]) -> None:
     folders = [pathlib.Path(name) for name in argv[1:]]
     if len(folders) < 2:
         raise ConfigError("name the workdirs of two runs or more, as runs/a runs/b")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError(f"a run is named twice: {' '.join(argv[1:])}")
+    picture = output("picture", _PICTURE.value, PICTURES)
     runs = {str(folder): read(folder) for folder in folders}
     print(table(runs))
-    if _PICTURE.value:
-        draw(runs, _PICTURE.value)
+    if picture:
+        draw(runs, picture)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,17 @@ import policies
 from jaxtile._run.ordering import host_of
 from policies import format_bytes
 
-from .program.command import start
+from .program.command import dtype_flag, start
+from .program.files import output
+from .program.progress import Now
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", ["vgg16", "resnet50"], "the model")
 _FROZEN = flags.DEFINE_bool("frozen", False, "ResNet-50 with its running statistics")
-_SIZE = flags.DEFINE_multi_integer("size", [32768], "height and width")
-_WIDTH = flags.DEFINE_integer("width", 64, "channels of the first convolution")
+_SIZE = flags.DEFINE_multi_integer("size", [32768], "height and width", 1)
+_WIDTH = flags.DEFINE_integer("width", 64, "channels of the first convolution", 1)
 _BUDGET = flags.DEFINE_string("budget", "16GiB", "bytes of the device for the compiled step")
 _OFFLOAD = flags.DEFINE_string("offload", None, "bytes of the host for results that wait")
-_DTYPE = flags.DEFINE_string("dtype", "bfloat16", "type of weights and activations")
+_DTYPE = dtype_flag("bfloat16")
 _STEPS = flags.DEFINE_integer("steps", 2, "timed steps", lower_bound=1)
 _PLAN = flags.DEFINE_string("plan", None, "take this plan, instead of looking for one")
 _SAVE = flags.DEFINE_string("save", None, "write the last plan here, as JSON")
@@ -58,12 +60,15 @@ def main(argv: list[str]) -> None:
     if _FROZEN.value and _MODEL.value != "resnet50":
         sys.exit(f"error: --frozen is for resnet50: {_MODEL.value} has no statistics")
     try:
+        output("save", _SAVE.value)
         policies.parse_bytes(_BUDGET.value)
         offload = policies.parse_bytes(_OFFLOAD.value) if _OFFLOAD.value else False
         plan = jaxtile.Plan.load(_PLAN.value) if _PLAN.value else None
         print(_HEAD, flush=True)
         for size in _SIZE.value:
-            print(row(size, plan, offload), flush=True)
+            with Now(file=sys.stderr) as now:
+                found = row(size, plan, offload, now)
+            print(found, flush=True)
     except (ValueError, TypeError, OSError, policies.BudgetError) as error:
         sys.exit(f"error: {error}")
     device = jax.devices()[0].device_kind
@@ -74,7 +79,8 @@ def main(argv: list[str]) -> None:
     )
 
 
-def row(size: int, plan: jaxtile.Plan | None, offload: bool | int) -> str:
+def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> str:
+    now(f"{size} x {size}: making weights and the image")
     loss, params, rest = network()
     image, labels = image_on_host(size), jnp.zeros((1,), jnp.int32)
     args = params, rest, image, labels
@@ -88,16 +94,20 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int) -> str:
             step=gradients,
             offload=offload,
             time_limit=_LIMIT.value,
+            progress=now,
         )
     planned = time.perf_counter() - begin
+    now.hide()
     say(f"{size} x {size}: planned in {planned:.0f} s\n{plan.explain()}")
     if _SAVE.value:
         plan.save(_SAVE.value)
     step = jax.jit(gradients(jaxtile.checkpoint(loss, in_axes=_AXES, policy=plan)))
+    now("compiling")
     begin = time.perf_counter()
     compiled = step.lower(*args).compile()
     compiling = time.perf_counter() - begin
     used = jaxtile.Bytes.of(compiled)
+    now.close()  # nothing else is to take time
     say(f"compiled in {compiling:.0f} s: {format_bytes(used.total)}")
     times, values = [], []
     for _ in range(_STEPS.value + 1):

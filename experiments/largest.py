@@ -21,16 +21,17 @@ import policies
 from policies import format_bytes
 
 from .measuring.problems import problem, shape_of
-from .program.command import start
+from .program.command import dtype_flag, start
+from .program.progress import Now
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
 _BUDGET = flags.DEFINE_string("budget", "16GiB", "bytes of the compiled step")
 _POLICY = flags.DEFINE_multi_string(
     "policy", ["plain", "sqrt", "recompute_all", "budget"], "policies; `budget` is the planner"
 )
-_DTYPE = flags.DEFINE_string("dtype", "float32", "type of weights and activations")
-_BATCH = flags.DEFINE_integer("batch", 1, "images")
-_MOST = flags.DEFINE_integer("most", 2**17, "no image is larger than this")
+_DTYPE = dtype_flag("float32")
+_BATCH = flags.DEFINE_integer("batch", 1, "images", 1)
+_MOST = flags.DEFINE_integer("most", 2**17, "no image is larger than this", 1)
 
 _CLOSE = 1.02
 
@@ -45,21 +46,28 @@ def main(argv: list[str]) -> None:
                 policies.resolve(policy)
     except (ValueError, TypeError) as error:
         sys.exit(f"error: {error}")
+    with Now(file=sys.stderr) as now:
+        print(table(budget, now))
+
+
+def table(budget: int, now: Now) -> str:
+    """A row for each policy."""
     lines = ["| policy | largest image | megapixels | compiled bytes |", "|---|---|---|---|"]
     for policy in _POLICY.value:
-        size = largest(lambda n: fits(policy, n, budget), accepted, _MOST.value)
+        size = largest(lambda n: fits(policy, n, budget, now), accepted, _MOST.value)
         if size is None:
             lines.append(f"| {policy} | none | | |")
             continue
-        total = compiled(policy, size, budget)
+        total = compiled(policy, size, budget, now)
         while total > budget:  # autotuning chose algorithms that need more
             size = accepted(int(size / _CLOSE))
-            total = compiled(policy, size, budget)
+            total = compiled(policy, size, budget, now)
         pixels = _BATCH.value * size * size / 1e6
         lines.append(f"| {policy} | {size} x {size} | {pixels:.3g} | {total:,} |")
+        now.hide()
         print(lines[-1], file=sys.stderr, flush=True)
     device = jax.devices()[0].device_kind
-    print(
+    return (
         "\n".join(lines) + f"\n\n{_MODEL.value}, batch {_BATCH.value}, {_DTYPE.value}, within "
         f"{format_bytes(budget)}; {device}, jax {jax.__version__}"
     )
@@ -113,22 +121,25 @@ def accepted(n: int) -> int | None:
     return None
 
 
-def fits(policy: str, size: int, budget: int) -> bool:
-    print(f"{policy}, {size} pixels", file=sys.stderr, flush=True)
+def fits(policy: str, size: int, budget: int, now: Now) -> bool:
+    now(f"{policy}, {size} pixels")
     if policy != "budget":
         return jaxtile.compiled_bytes(_traced(policy, size).lower()).total <= budget
     try:
-        return compiled(policy, size, budget) <= budget
+        return compiled(policy, size, budget, now) <= budget
     except policies.BudgetError:
         return False
 
 
-def compiled(policy: str, size: int, budget: int) -> int:
+def compiled(policy: str, size: int, budget: int, now: Now) -> int:
     """Bytes of the compiled step."""
     if policy != "budget":
         return jaxtile.Bytes.of(_traced(policy, size).lower().compile()).total
     found = problem(_MODEL.value, _shape(size), jnp.dtype(_DTYPE.value), abstract=True)
-    plan = policies.plan(found.loss, *found.arguments, in_axes=found.in_axes, budget=budget)
+    say = lambda line: now(f"{policy}, {size} pixels: {line}")  # noqa: E731
+    plan = policies.plan(
+        found.loss, *found.arguments, in_axes=found.in_axes, budget=budget, progress=say
+    )
     return plan.measured_bytes
 
 

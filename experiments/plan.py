@@ -19,13 +19,15 @@ import models
 import policies
 
 from .measuring.problems import problem, shape_of
-from .program.command import start
+from .program.command import dtype_flag, start
+from .program.files import PICTURES, output
+from .program.progress import Now
 from .reference.table import reference
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
-_SIZE = flags.DEFINE_integer("size", None, "height and width; by default the reference's")
-_BATCH = flags.DEFINE_integer("batch", None, "images; by default the reference's")
-_DTYPE = flags.DEFINE_string("dtype", "float32", "type of weights and activations")
+_SIZE = flags.DEFINE_integer("size", None, "height and width; by default the reference's", 1)
+_BATCH = flags.DEFINE_integer("batch", None, "images; by default the reference's", 1)
+_DTYPE = dtype_flag("float32")
 _BUDGET = flags.DEFINE_string("budget", "2GiB", "bytes of the compiled step")
 _DEVICE = flags.DEFINE_string(
     "device", None, "a GPU that need not be there, as 'NVIDIA H200'; needs JAX's CUDA plugin"
@@ -39,26 +41,33 @@ _REFERENCE = flags.DEFINE_bool("reference", False, "the table of policies on the
 def main(argv: list[str]) -> None:
     del argv
     if _REFERENCE.value:
-        print(reference())
+        with Now(file=sys.stderr) as now:
+            text = reference(now=now)
+        print(text)
         return
+    save, picture = output("save", _SAVE.value), output("picture", _PICTURE.value, PICTURES)
     shape = shape_of(_MODEL.value, _BATCH.value, _SIZE.value)
-    found = problem(_MODEL.value, shape, jnp.dtype(_DTYPE.value), abstract=True)
     try:
-        plan = policies.plan(
-            found.loss,
-            *found.arguments,
-            in_axes=found.in_axes,
-            budget=_BUDGET.value,
-            offload=_OFFLOAD.value,
-            device=_DEVICE.value,
-        )
+        policies.parse_bytes(_BUDGET.value)
+        with Now(file=sys.stderr) as now:
+            now("tracing the model")
+            found = problem(_MODEL.value, shape, jnp.dtype(_DTYPE.value), abstract=True)
+            plan = policies.plan(
+                found.loss,
+                *found.arguments,
+                in_axes=found.in_axes,
+                budget=_BUDGET.value,
+                offload=_OFFLOAD.value,
+                device=_DEVICE.value,
+                progress=now,
+            )
     except (ValueError, policies.BudgetError, policies.NoDeviceError) as error:
         sys.exit(f"error: {error}")
     print(plan)
-    if _SAVE.value:
-        plan.save(_SAVE.value)
-    if _PICTURE.value:
-        plan.draw(_PICTURE.value)
+    if save:
+        plan.save(save)
+    if picture:
+        plan.draw(picture)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from policies import Plan
 
 from .measuring.results import Result, number, read
 from .program.command import start, workdir_flag
+from .program.files import write_atomically, write_figure
 
 _WORKDIR = workdir_flag()
 _PAGE = pathlib.Path(__file__).with_name("measuring") / "report.html"
@@ -62,7 +63,7 @@ def write(folder: pathlib.Path, results: Results) -> pathlib.Path:
     }.items():
         page = page.replace(f"<!--{name}-->", text)
     file = folder / "report.html"
-    file.write_text(page)
+    write_atomically(file, page)
     return file
 
 
@@ -296,7 +297,7 @@ def _save(figure: Any, path: pathlib.Path) -> pathlib.Path:
         if axis.get_scale() == "log":  # 2, not 2 x 10^0
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter("{x:g}")
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path, dpi=110)
     plt.close(figure)
     return path
 

@@ -44,7 +44,8 @@ from policies import Costs, format_bytes
 
 from .measuring.baselines import BLOCKS
 from .measuring.problems import Problem, problem, shape_of
-from .program.command import start
+from .program.command import dtype_flag, start
+from .program.progress import Now
 
 Tile = int | Literal["whole"]
 
@@ -94,7 +95,7 @@ def define_flags() -> None:
     flags.DEFINE_enum("model", "vgg16", models.names(), "the model")
     flags.DEFINE_integer("size", 32768, "height and width")
     flags.DEFINE_integer("batch", 1, "images")
-    flags.DEFINE_string("dtype", "bfloat16", "type of weights and activations")
+    dtype_flag("bfloat16")
     flags.DEFINE_list("devices", ["1", "8", "64", "512"], "numbers of devices")
     flags.DEFINE_string("tile", "2048", "largest tile, in pixels of the image; or `whole`")
     flags.DEFINE_float(
@@ -110,7 +111,10 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     del argv
     try:
-        print(run(flags.FLAGS))
+        with Now(file=sys.stderr) as now:
+            now("counting what devices compute and send")
+            text = run(flags.FLAGS)
+        print(text)
     except (ValueError, TypeError, OSError, jaxtile.TilingError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
 

@@ -28,7 +28,7 @@ from .measuring.results import append, read
 from .program.command import config_flag, start, workdir_flag
 from .program.config import ConfigError
 from .program.files import Lock
-from .program.progress import Bar
+from .program.progress import Bar, Now
 
 _CONFIG = config_flag()
 _WORKDIR = workdir_flag()
@@ -57,6 +57,9 @@ def cells(config: ConfigDict) -> list[Cell]:
     """The product; every cell is checked before any is run."""
     if "models" not in config:
         raise ConfigError("this config has no `models`: it is not one of a sweep")
+    for name, least in (("warmup", 0), ("repeats", 1), ("limit_seconds", 1)):
+        if config[name] < least:
+            raise ConfigError(f"`{name}` (={config[name]}) must be at least {least}")
     product = itertools.product(
         config.models, config.sizes, config.batches, config.dtypes, config.policies, config.tiles
     )
@@ -109,7 +112,10 @@ def run(
     print(f"{len(chosen)} cells, {len(chosen) - len(missing)} of them done already", flush=True)
     with Bar("cell", len(missing)) as bar:
         for cell in missing:
-            result = measured(cell, config, lock.folder)
+            bar.hide()
+            with Now() as now:
+                now(f"measuring {cell.name}")
+                result = measured(cell, config, lock.folder)
             append(lock.folder / f"results{part}.jsonl", result)
             bar.advance(f"{cell.name}: {outcome(result)}")
 

@@ -125,12 +125,15 @@ def take_steps(run: Run, batches: data.Batches, now: Now, profiler: Profiler) ->
             done = f"loss {line['loss']:.4g}  {clock.text()}  {run.program.memory_text()}"
             bar.advance(f"{done}  {skipped} tiles skipped" if skipped else done)
             if run.is_due(config.eval.every):
+                bar.doing = "the evaluation"
                 result = run.evaluate()
                 boards(result)
                 tell(run, result, bar)
             if run.is_due(config.checkpoint.every):
+                bar.doing = "saving"
                 run.save()
                 clock.write(run.done)
+            bar.doing = ""
         if run.done < run.total:
             run.save()
             received = signals.received or signal.SIGTERM  # or another process received it

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import pathlib
 import runpy
+import signal
 import sys
 
 from ._version import __version__
@@ -40,10 +41,10 @@ def main() -> None:
     name, *arguments = sys.argv[1:] or ["help"]
     if name in ("help", "--help", "-h"):
         lines = [f"  {program:<10} {what}" for program, what in PROGRAMS.items()]
-        print("usage: jaxtile PROGRAM [--help] ...\n", *lines, sep="\n")
+        _say("\n".join(["usage: jaxtile PROGRAM [--help] ...\n", *lines]))
         return
     if name == "--version":
-        print(f"jaxtile {__version__}")
+        _say(f"jaxtile {__version__}")
         return
     if name not in PROGRAMS:
         near = difflib.get_close_matches(name, PROGRAMS, 1)
@@ -57,7 +58,18 @@ def main() -> None:
         )
     _find_programs()
     sys.argv[1:] = arguments
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing takes seconds: end without a trace
     runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
+
+
+def _say(text: str) -> None:
+    """Somebody may have read enough, as `head` has, and closed the pipe."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _find_programs() -> None:

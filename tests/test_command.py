@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -24,6 +25,27 @@ def test_it_lists_the_programs(monkeypatch, capsys):
     own = {file.stem for file in ROOT.glob("experiments/[!_]*.py")} - {"cell", "peers"}
     assert own == set(PROGRAMS)
     assert all(f"\n  {name} " in told for name in own)
+
+
+def test_nobody_reads_the_list():
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxtile"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_while_a_program_is_imported():
+    code = """if True:
+        import os, signal, sys
+        from jaxtile import __main__ as command
+        command.runpy.run_module = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+        sys.argv = ["jaxtile", "train"]
+        command.main()"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 def test_it_knows_its_version(monkeypatch, capsys):

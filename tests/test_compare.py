@@ -58,10 +58,12 @@ def test_what_differs_and_what_was_reached(tmp_path):
     assert rows["mean_iou"] == ["0.5", "0.75"]
     assert rows["steps done"] == ["3", "5"]
     assert rows["bytes a step"] == ["-", "3", "MiB"]
-    compare.draw(runs, str(tmp_path / "compare.png"))
+    compare.draw(runs, tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     command = [sys.executable, "-m", "experiments.compare", str(one), str(two)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert told.strip() == compare.table({str(one): runs["a"], str(two): runs["b"]}).strip()
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         compare.read(tmp_path)
+    with pytest.raises(ConfigError, match="a run is named twice"):
+        compare.main(["compare", str(one), f"{one}/"])

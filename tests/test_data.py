@@ -516,9 +516,21 @@ def test_pixels_without_data_do_not_count_in_mean_and_deviation(holes):
     mean, deviation = data.statistics(load(**options, nodata=(np.nan,)), 0)
     np.testing.assert_allclose(mean, [good.mean(dtype=float)], rtol=1e-12)
     np.testing.assert_allclose(deviation, [good.std(dtype=float)], rtol=1e-9)
-    for on_bad_file in ("error", "skip"):  # training would meet it all the same
-        with pytest.raises(DataError, match=r"images/\d\.npy: holds values that are not finite"):
-            data.statistics(load(**options, on_bad_file=on_bad_file), 0)
+    with pytest.raises(ImageError, match=r"images/\d\.npy: holds values that are not finite"):
+        data.statistics(load(**options), 0)
+    with pytest.raises(DataError, match=r"all other 2 files are bad; .* that are not finite"):
+        data.statistics(load(**options, on_bad_file="skip"), 0)
+
+
+def test_values_that_are_not_finite_are_no_pixels(holes):
+    """Of a classifier they would make class 0, silently; of a step, one that is not finite."""
+    options = {"path": holes, "eval_fraction": 0.0, "dtype": "float32", "size": 0}
+    with pytest.raises(ImageError, match=r"images/0\.npy: holds values that are not finite"):
+        load(**options).example(0, None)
+    assert np.isfinite(load(**options, nodata=(np.nan,)).example(0, None)[0]).all()
+    np.save(holes / "images" / "0.npy", np.full((16, 16), 1e6, np.float32))
+    with pytest.raises(ImageError, match=r"0\.npy: holds 1e\+06, which `data\.dtype` \(float16\)"):
+        load(**options | {"dtype": "float16"}).example(0, None)
 
 
 def test_statistics_skip_bad_files(masks):

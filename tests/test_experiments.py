@@ -40,6 +40,35 @@ def test_program(arguments, words):
         assert word in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("plan --model=alexnet --size=0", "0 is not a positive integer"),
+        ("plan --model=alexnet --size=20 --batch=1", "AlexNet cannot take an image of 20 pixels"),
+        ("plan --model=alexnet --dtype=foo", "<float32|bfloat16|float16>"),
+        ("plan --picture=plan.gif", "--picture=plan.gif must end in .png, .svg, .pdf"),
+        ("plan --save=nowhere/plan.json", "--save=nowhere/plan.json: there is no folder nowhere"),
+        ("plan --save=tests", "--save=tests: is a folder"),
+        ("gigapixel --size=64 --save=nowhere/plan.json", "there is no folder nowhere"),
+        ("calibrate --models=unet,unett", "--models: there is no model unett"),
+        ("calibrate --output=nowhere/costs.json", "there is no folder nowhere"),
+        ("grids --channels=0", "0 is not a positive integer"),
+        ("grids --size=16 --channels=1 --layers=1 --grid=17", "17"),
+        ("largest --dtype=foo", "<float32|bfloat16|float16>"),
+        ("bench --workdir=nowhere --repeats=0", "0 is not a positive integer"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_line_at_once(arguments, words):
+    """Before minutes of work whose result could not be written, say."""
+    program, *others = arguments.split()
+    done = run(f"experiments.{program}", *others)
+    assert done.returncode == 1
+    *_, line = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.slow
 def test_calibrate_writes_a_table_that_the_planner_reads(tmp_path, monkeypatch):
     path = tmp_path / "costs.json"
@@ -47,6 +76,7 @@ def test_calibrate_writes_a_table_that_the_planner_reads(tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "| convolution, bfloat16 |" in done.stdout
     assert "gradient of max_pool" in done.stdout
+    assert "timing gradients of pools" in done.stderr
     monkeypatch.setenv("JAXTILE_COSTS", str(path))
     found = policies.costs()
     rates = (*found.flops.values(), found.bandwidth, found.start, found.loop)

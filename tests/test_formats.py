@@ -74,12 +74,12 @@ def test_nifti(tmp_path):
         open_image(tmp_path / "scan.nii")
 
 
-def write_dicom(path, plane, z, **fields):
+def write_dicom(path, plane, z, without=(), **fields):
     meta = FileMetaDataset()
     meta.MediaStorageSOPClassUID, meta.TransferSyntaxUID = CTImageStorage, ExplicitVRLittleEndian
     meta.MediaStorageSOPInstanceUID = generate_uid()
     file = FileDataset(path, {}, file_meta=meta, preamble=b"\0" * 128)
-    file.Rows, file.Columns = plane.shape
+    file.Rows, file.Columns = plane.shape[-2:]
     file.SamplesPerPixel, file.PhotometricInterpretation = 1, "MONOCHROME2"
     file.BitsAllocated, file.BitsStored, file.HighBit = 16, 12, 11
     file.PixelRepresentation = 0
@@ -87,6 +87,8 @@ def write_dicom(path, plane, z, **fields):
     for name, value in fields.items():
         setattr(file, name, value)
     file.PixelData = plane.astype("<u2").tobytes()
+    for name in without:
+        delattr(file, name)
     pydicom.dcmwrite(path, file, enforce_file_format=True)
 
 
@@ -117,6 +119,87 @@ def test_dicom(tmp_path):
         open_image(tmp_path / "colours.dcm")
     with open_image(tmp_path / "colours.dcm", mask=True) as found:
         np.testing.assert_array_equal(found[0:8, 0:6][..., 0], volume[0])
+
+
+def as_read(path, dimensions=2, mask=False):
+    with open_image(path, dimensions, mask=mask) as image:
+        found = image[tuple(slice(0, n) for n in image.shape[:-1])][..., 0]
+        assert found.dtype == image.dtype
+        return found
+
+
+def test_dicom_in_which_0_is_white(tmp_path):
+    """Inverted within the bits that are stored, as films and mammograms of other makers look."""
+    path, plane = tmp_path / "film.dcm", RNG.integers(0, 4096, (8, 6), np.uint16)
+    write_dicom(path, plane, 0, PhotometricInterpretation="MONOCHROME1")
+    np.testing.assert_array_equal(as_read(path), 4095 - plane)
+    np.testing.assert_array_equal(as_read(path, mask=True), plane)
+    write_dicom(path, plane, 0, PhotometricInterpretation="MONOCHROME1", RescaleSlope=2)
+    with pytest.raises(ImageError, match=r"film\.dcm: says that 0 is white .* rescalings x 2 \+ 0"):
+        open_image(path)
+
+
+def test_dicom_values_are_what_the_file_says(tmp_path):
+    path, plane = tmp_path / "one.dcm", RNG.integers(0, 4096, (8, 6), np.uint16)
+    floats = (plane / 7).astype("<f4")
+    write_dicom(path, plane, 0, ("PixelData", "PixelRepresentation"), BitsAllocated=32)
+    file = pydicom.dcmread(path)
+    file.FloatPixelData = floats.tobytes()
+    file.save_as(path)
+    np.testing.assert_array_equal(as_read(path), floats)
+    write_dicom(path, plane, 0, RescaleSlope="", RescaleIntercept="")
+    np.testing.assert_array_equal(as_read(path), plane)
+
+    def rescaled(slope, intercept):
+        values, group = pydicom.Dataset(), pydicom.Dataset()
+        values.RescaleSlope, values.RescaleIntercept = slope, intercept
+        group.PixelValueTransformationSequence = [values]
+        return group
+
+    frames, all_frames = np.stack([plane, plane[::-1]]), [rescaled(1, -1024)]
+    enhanced = {"NumberOfFrames": 2, "SharedFunctionalGroupsSequence": all_frames}
+    write_dicom(path, frames, 0, **enhanced)
+    found = as_read(path, dimensions=3)
+    assert found.dtype == np.int16
+    np.testing.assert_array_equal(found, frames.astype(int) - 1024)
+    each = [rescaled(0.5, 0), rescaled(2, 1)]
+    write_dicom(path, frames, 0, NumberOfFrames=2, PerFrameFunctionalGroupsSequence=each)
+    np.testing.assert_array_equal(as_read(path, 3), np.stack([plane / 2, plane[::-1] * 2.0 + 1]))
+    write_dicom(path, frames, 0, NumberOfFrames=2, PerFrameFunctionalGroupsSequence=each[:1])
+    with pytest.raises(ImageError, match=r"has 2 frames, and says of 1 how to rescale them"):
+        open_image(path, 3)
+
+
+def test_dicom_of_one_bit(tmp_path):
+    path, plane = tmp_path / "mask.dcm", RNG.integers(0, 2, (8, 6), np.uint8)
+    bits = {"BitsAllocated": 1, "BitsStored": 1, "HighBit": 0}
+    write_dicom(path, plane, 0, **bits)
+    file = pydicom.dcmread(path)
+    file.PixelData = np.packbits(plane.ravel(), bitorder="little").tobytes()
+    file.save_as(path)
+    np.testing.assert_array_equal(as_read(path, mask=True), plane)
+
+
+@pytest.mark.parametrize(
+    "without, fields, words",
+    [
+        (("Rows",), {}, "is DICOM without an image: its header has no Rows"),
+        (("BitsAllocated",), {}, "its header has no BitsAllocated"),
+        ((), {"BitsAllocated": 12}, "has 12 bits for a value"),
+    ],
+)
+def test_dicom_headers_that_say_too_little(tmp_path, without, fields, words):
+    path = tmp_path / "odd.dcm"
+    write_dicom(path, np.zeros((8, 6), np.uint16), 0, without, **fields)
+    with pytest.raises(ImageError, match=rf"odd\.dcm: .*{words}"):
+        open_image(path)
+
+
+def test_a_folder_with_the_planes_of_two_series(tmp_path):
+    for z, name in enumerate(["a1", "a2", "b1"]):
+        write_dicom(tmp_path / f"{name}.dcm", np.zeros((8, 6), np.uint16), z % 2)
+    with pytest.raises(ImageError, match=r"a1\.dcm and b1\.dcm are planes at one place"):
+        open_image(tmp_path, dimensions=3)
 
 
 def test_a_folder_of_planes(tmp_path):

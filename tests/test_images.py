@@ -210,6 +210,40 @@ def test_white_as_zero_that_cannot_be_inverted(tmp_path):
     assert as_mask(tmp_path / "a.tif").dtype == np.float32
 
 
+def test_colours_that_are_not_red_green_and_blue(tmp_path):
+    """YCbCr is converted, as Pillow does; what cannot be is named. Masks have their numbers."""
+    path, rgb = tmp_path / "a.tif", np.kron(values(3, 4, 3), np.ones((8, 8, 1), np.uint8))
+    colours = pillow.fromarray(rgb)
+    colours.convert("YCbCr").save(path, compression="tiff_lzw")
+    expected = np.asarray(colours.convert("YCbCr").convert("RGB")).astype(int)
+    assert np.abs(open_image(path)[0:24, 0:32] - expected).max() <= 1
+    assert np.abs(open_image(path)[8:20, 3:30] - expected[8:20, 3:30]).max() <= 1
+    np.testing.assert_array_equal(
+        open_image(path, mask=True)[0:24, 0:32], np.asarray(colours.convert("YCbCr"))
+    )
+    for mode, words in (("CMYK", "CMYK"), ("LAB", r"CIE L\*a\*b\*")):
+        colours.convert(mode).save(path)
+        with pytest.raises(
+            ImageError, match=rf"a\.tif: its colours are {words}, .* save it as RGB"
+        ):
+            open_image(path)
+        np.testing.assert_array_equal(
+            open_image(path, mask=True)[0:24, 0:32], np.asarray(colours.convert(mode))
+        )
+
+
+def test_slides_of_aperio_whose_jpeg_2000_is_ycbcr(tmp_path):
+    import imagecodecs
+
+    rgb = np.kron(values(3, 4, 3), np.ones((16, 16, 1), np.uint8))
+    ycbcr = pillow.fromarray(rgb).convert("YCbCr")
+    tile = imagecodecs.jpeg2k_encode(np.asarray(ycbcr), level=0, mct=False, codecformat="j2k")
+    options = {"shape": rgb.shape, "dtype": "u1", "tile": (48, 64), "photometric": "rgb"}
+    tifffile.imwrite(tmp_path / "a.tif", iter([tile]), compression=33003, **options)
+    expected = np.asarray(ycbcr.convert("RGB")).astype(int)
+    assert np.abs(open_image(tmp_path / "a.tif")[0:48, 0:64] - expected).max() <= 1
+
+
 def test_one_bit_of_images_is_black_and_white(tmp_path):
     path, array = tmp_path / "image.png", values(20, 30) > 99
     pillow.fromarray(array).save(path)

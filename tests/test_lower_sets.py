@@ -4,8 +4,12 @@ import random
 
 import pytest
 
-import jaxtile
-from experiments.reference.lower_sets import depth_first_sets, smallest_budget_as_listed
+from experiments.reference.lower_sets import (
+    depth_first_sets,
+    forward_graph,
+    smallest_budget_as_listed,
+)
+from experiments.reference.table import reference as table
 from policies._lower_sets import (
     ForwardGraph,
     _measured,
@@ -25,15 +29,6 @@ def random_graph(seed: int) -> ForwardGraph:
     inputs = tuple(sum(1 << u for u in range(v) if rng.random() < 0.5) for v in range(n))
     sizes, work = (tuple(rng.randint(1, 9) for _ in range(n)) for _ in range(2))
     return ForwardGraph(tuple(map(str, range(n))), inputs, sizes, work)
-
-
-def forward_graph(operations: jaxtile.Operations) -> ForwardGraph:
-    """Each operation is a value."""
-    found = operations.operations
-    index = {o.name: i for i, o in enumerate(found)}
-    inputs = (sum(1 << index[t.name] for t in o.inputs if t.name in index) for o in found)
-    sizes, work = (o.output.bytes for o in found), (o.flops for o in found)
-    return ForwardGraph(tuple(index), tuple(inputs), tuple(sizes), tuple(work))
 
 
 def all_chains(graph: ForwardGraph):
@@ -73,6 +68,16 @@ def test_unet():
     assert smallest_budget(graph, ancestor_sets(graph)).peak == 5_784_403_968
     assert len(lower_sets(graph)) == 331
     assert smallest_budget(graph, lower_sets(graph)).peak == 5_545_689_088
+
+
+@pytest.mark.slow
+def test_the_table_of_policies_on_the_reference_graph():
+    told = []
+    text = table((), batch=1, size=188, now=told.append)
+    names = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    expected = ["policy", "store_all", "retained", "sqrt", "lower_sets:6GB"]
+    assert names == [f"| {name}" for name in expected]
+    assert told[0] == "store_all: compiling"
 
 
 def test_the_references_exact_budget_depends_on_an_order():

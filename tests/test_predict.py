@@ -182,7 +182,7 @@ def test_errors_are_one_line_before_anything_runs(tmp_path, monkeypatch):
     image_file(tmp_path / "large.npy", 30, 30)
     for arguments, words in [
         ((workdir, tmp_path / "none.tif", out), "none.tif: there is no such file"),
-        ((tmp_path / "none", image, out), "none is not the folder of a training run"),
+        ((tmp_path / "none", image, out), "none is not there: name the folder of a training run"),
         ((workdir, image, image), "is the image itself"),
         ((workdir, image, out), "8 x 8 pixels is too small: the network needs at least 17"),
         ((workdir, tmp_path / "five.npy", out), "has 5 channels"),

@@ -154,5 +154,14 @@ def test_an_error_of_the_system_is_one_line(tmp_path):
     assert (code, errors) == (1, "error: File too large\n")
     code, _, errors = ended(start(f"open({str(file / 'nothing')!r})"))
     assert (code, errors) == (1, f"error: {file / 'nothing'}: Not a directory\n")
+    picture = tmp_path / "loss.png"
+    body = f"""
+figure = matplotlib.figure.Figure()
+write_figure(figure, pathlib.Path({str(picture)!r}))
+"""
+    imports = "import matplotlib.figure, pathlib; from experiments.program.files import *"
+    code, _, errors = ended(start(body, before=imports, preexec_fn=small))
+    assert (code, errors) == (1, f"error: {picture}: File too large\n")
+    assert not [*tmp_path.glob("loss*")]
     code, _, errors = ended(start("raise ValueError('what to mend')"))
     assert (code, errors) == (1, "error: what to mend\n")

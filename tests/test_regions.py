@@ -78,11 +78,45 @@ def test_a_tissue_mask_of_another_size(options, tmp_path):
     assert len(set(x)) > 20
 
 
+def test_what_lies_outside_of_the_image_is_no_part_of_a_region(options, tmp_path):
+    """As where somebody drew over the edge of a slide."""
+    (tmp_path / "regions/a.csv").write_text("top,left,bottom,right\n-500,100,100,200\n")
+    y, x = centres(options, 200)
+    assert ((y <= 100) & (x >= 100) & (x <= 200)).all()
+    assert (y > 20).sum() > 100  # and not in a heap at the edge
+
+
+def test_a_tissue_mask_of_another_shape(options, tmp_path):
+    for shape, fits in {(20, 31): True, (21, 30): True, (30, 20): False, (30, 30): False}.items():
+        Pillow.fromarray(np.full(shape, 255, np.uint8)).save(tmp_path / "regions/a.png")
+        if fits:
+            data.load(options, "train", seed=0)
+            continue
+        words = (
+            rf"a\.png: is {shape[0]} x {shape[1]} pixels, .* shape of a\.npy, which is 200 x 300"
+        )
+        with pytest.raises(data.DataError, match=words):
+            data.load(options, "train", seed=0)
+
+
+def test_two_regions_of_one_image(options, tmp_path):
+    for name in ("a.csv", "a.geojson"):
+        (tmp_path / "regions" / name).write_text("top,left,bottom,right\n0,0,9,9\n")
+    with pytest.raises(data.DataError, match=r"a\.csv and a\.geojson are of one image"):
+        data.load(options, "train", seed=0)
+
+
 @pytest.mark.parametrize(
     "name, text, words",
     [
         ("b.csv", "", r"has no regions for a\.npy"),
         ("a.csv", "x,y\n1,2\n", r"a\.csv: are no regions: KeyError 'top'"),
+        (
+            "a.csv",
+            "top,left,bottom,right\n900,0,999,9\n",
+            r"rows 900 to 999 .* outside of the image",
+        ),
+        ("a.csv", "top,left,bottom,right\n0,0,nan,9\n", "corners that are not finite"),
         ("a.geojson", '{"type": "FeatureCollection", "features": []}', "has no region"),
     ],
 )

@@ -17,7 +17,7 @@ import pytest
 
 from experiments import tasks
 from experiments.program.config import ConfigError, base
-from experiments.program.progress import Now
+from experiments.program.progress import Bar, Now
 from experiments.training import page, pictures
 from experiments.training.learner import Learner
 
@@ -142,6 +142,26 @@ def test_a_bar_on_a_terminal():
     assert "3/3" in seen
     assert "loss 2" in seen
     assert "a line [that] stays" in seen
+
+
+def test_a_bar_is_never_silent_for_long():
+    """Whether there is something to count or not; but somebody else may speak meanwhile."""
+    said = io.StringIO()
+    with Bar("step", 4, every=10, quiet=0.2, file=said) as bar:
+        time.sleep(0.5)  # before the first one others speak
+        assert not said.getvalue()
+        bar.advance()
+        time.sleep(0.5)
+        assert re.search(r"step 1/4, \d s ago; the next one goes on", said.getvalue())
+        bar.doing = "the evaluation"
+        time.sleep(0.3)
+        assert re.search(r"step 1/4, \d s ago; the evaluation goes on", said.getvalue())
+        bar.hide()
+        before = said.getvalue()
+        time.sleep(0.5)
+        assert said.getvalue() == before
+    time.sleep(0.3)
+    assert said.getvalue() == before
 
 
 def test_in_a_notebook_nothing_is_written_over():

@@ -131,9 +131,9 @@ def _of_files(options: Any, split: str, geometry: Geometry, seed: int) -> Datase
         on_bad_file=options.on_bad_file,
     )
     if options.regions and split == "train":
-        images = [item.image for item in found.items]
+        sizes = {i.image: h.size for i, h in zip(found.items, found.headers, strict=True)}
         folder = pathlib.Path(options.path, options.regions)
-        found.regions = read_regions(folder, images, geometry.dimensions)
+        found.regions = read_regions(folder, sizes, geometry.dimensions)
     return found
 
 

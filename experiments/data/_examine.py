@@ -20,7 +20,7 @@ from ..images import ImageError
 from ..program.files import write_atomically
 from ._dataset import DataError, Dataset
 from ._folder import Folder
-from ._scale import Scale
+from ._scale import NOT_FINITE, Scale
 from ._scan import Found, Job, as_lists, from_lists, scan
 
 _MOST_THREADS = 16
@@ -196,8 +196,7 @@ def statistics(dataset: Dataset, seed: int) -> tuple[list[float], list[float]]:
         if not np.isfinite(values).all():
             raise DataError(
                 dataset.name(found),
-                "holds values that are not finite: if such pixels have no data, name them in "
-                '`data.nodata`, as (float("nan"),)',
+                NOT_FINITE,
             )
         sums += [values.sum(0), (values**2).sum(0)]
         count += len(values)

@@ -32,6 +32,9 @@ class Region(Protocol):
     def draw(self, rng: np.random.Generator, size: Sequence[int]) -> Sequence[float]:
         """A point of it, in an image of this size."""
 
+    def misfit(self, size: Sequence[int]) -> str | None:
+        """Why it is no region of an image of this size, up to that image's name."""
+
 
 def starts(
     region: Region, rng: np.random.Generator, size: Sequence[int], window: Sequence[int]
@@ -42,19 +45,32 @@ def starts(
     return [min(max(a, 0), n - m) for a, n, m in zip(found, size, window, strict=True)]
 
 
-def read_regions(folder: Path, images: Sequence[Path], dimensions: int) -> dict[Path, Region]:
-    """Of each image its region; one without is an error."""
+def read_regions(
+    folder: Path, sizes: dict[Path, Sequence[int]], dimensions: int
+) -> dict[Path, Region]:
+    """Of each image, of such a size, its region; one without, or outside of it, is an error."""
     if not folder.is_dir():
         raise DataError(folder, "there is no such folder; `data.regions` names it")
-    by_name = {file.name[: -len(suffix_of(file)) or None]: file for file in folder.iterdir()}
+    by_name: dict[str, Path] = {}
+    for file in sorted(folder.iterdir()):
+        stem = file.name[: -len(suffix_of(file)) or None]
+        if stem in by_name and not file.name.startswith("."):
+            raise DataError(folder, f"{by_name[stem].name} and {file.name} are of one image")
+        by_name[stem] = file
     found: dict[Path, Region] = {}
-    for image in images:
+    for image, size in sizes.items():
         name = image.name if image.is_dir() else image.name[: -len(suffix_of(image))]
         file = by_name.get(name.removesuffix(".zarr").removesuffix(".ome"))
         if file is None:
             raise DataError(folder, f"has no regions for {image.name}: a .geojson, .csv or image")
         found[image] = _read(file, dimensions)
+        if reason := found[image].misfit(size):
+            raise DataError(file, f"{reason} {image.name}, which is {_times(size)} pixels")
     return found
+
+
+def _times(size: Sequence[int]) -> str:
+    return " x ".join(map(str, size))
 
 
 def _read(file: Path, dimensions: int) -> Region:
@@ -68,6 +84,8 @@ def _read(file: Path, dimensions: int) -> Region:
         raise DataError(file, f"are no regions: {type(error).__name__} {error}") from error
     if not polygons:
         raise DataError(file, "has no region")
+    if not all(np.isfinite(ring).all() for polygon in polygons for ring in polygon):
+        raise DataError(file, "has corners that are not finite")
     return Polygons(polygons)
 
 
@@ -104,11 +122,32 @@ class Polygons:
     def __init__(self, polygons: Sequence[Sequence[np.ndarray]]):
         self.polygons = polygons
         areas = np.array([abs(_area(p[0])) - sum(abs(_area(h)) for h in p[1:]) for p in polygons])
+        areas = np.maximum(areas, 0)
         self.shares = (
             areas / areas.sum() if areas.sum() > 0 else np.full(len(areas), 1 / len(areas))
         )
 
+    def misfit(self, size: Sequence[int]) -> str | None:
+        corners = np.concatenate([polygon[0] for polygon in self.polygons])
+        low, high = corners.min(0), corners.max(0)
+        boxes = [(p[0].min(0), p[0].max(0)) for p in self.polygons]
+        if any((a < size).all() and (b > 0).all() for a, b in boxes):
+            return None
+        (top, left), (bottom, right) = low, high
+        return (
+            f"lies in rows {top:g} to {bottom:g} and columns {left:g} to {right:g}, outside of "
+            "the image (are these pixels of the resolution that is read?):"
+        )
+
     def draw(self, rng: np.random.Generator, size: Sequence[int]) -> Sequence[float]:
+        """What lies outside of the image is no part of it."""
+        for _ in range(_TRIES):
+            point = self._point(rng)
+            if (point >= 0).all() and (point < size).all():
+                break
+        return point
+
+    def _point(self, rng: np.random.Generator) -> np.ndarray:
         polygon = self.polygons[rng.choice(len(self.polygons), p=self.shares)]
         low, high = polygon[0].min(0), polygon[0].max(0)
         point = (low + high) / 2
@@ -149,6 +188,16 @@ class Where:
         self.places = np.flatnonzero((values != 0).any(-1))
         if not len(self.places):
             raise DataError(file, "is 0 everywhere: no window can lie there")
+
+    def misfit(self, size: Sequence[int]) -> str | None:
+        """A thumbnail has the shape of its image, to a pixel and a hundredth."""
+        factors = [
+            (n / (1.01 * m + 1), n / max(0.99 * m - 1, 1e-9))
+            for n, m in zip(size, self.shape, strict=True)
+        ]
+        if max(least for least, _ in factors) <= min(most for _, most in factors):
+            return None
+        return f"is {_times(self.shape)} pixels, which is not the shape of"
 
     def draw(self, rng: np.random.Generator, size: Sequence[int]) -> Sequence[float]:
         place = np.unravel_index(self.places[rng.integers(len(self.places))], self.shape)

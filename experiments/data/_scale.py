@@ -15,6 +15,10 @@ import numpy as np
 
 from ..images import Image, ImageError
 
+NOT_FINITE = (
+    "holds values that are not finite: if such pixels have no data, name them in `data.nodata`, as "
+    '(float("nan"),); if one channel lacks them, write another value there'
+)
 _AT_ONCE = 2**20  # values that are computed with in 64 bits
 
 
@@ -38,7 +42,7 @@ class Scale:
             part = values[y : y + rows].astype(np.float64)
             lowest, highest = part.min(initial=self.low), part.max(initial=self.high)
             if not np.isfinite((lowest, highest)).all():
-                raise ValueError("holds values that are not finite")
+                raise ValueError(NOT_FINITE)
             self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
             part -= self.low
             part *= 255 / (self.high - self.low)
@@ -106,7 +110,16 @@ def as_they_are(values: np.ndarray, channels: int, dtype: np.dtype) -> np.ndarra
     elif values.shape[-1] != channels:
         mean = values.mean(-1, keepdims=True)
         values = np.rint(mean) if dtype.kind in "ui" else mean
-    return values.astype(dtype)
+    with np.errstate(over="ignore"):
+        found = values.astype(dtype)
+    if dtype.kind == "f" and not np.isfinite(found).all():
+        raise ValueError(NOT_FINITE if not np.isfinite(values).all() else _too_large(values, dtype))
+    return found
+
+
+def _too_large(values: np.ndarray, dtype: np.dtype) -> str:
+    largest = float(np.abs(values).max())
+    return f"holds {largest:.6g}, which `data.dtype` ({dtype}) cannot: take float32"
 
 
 def is_nodata(values: np.ndarray, nodata: Sequence[float]) -> np.ndarray:

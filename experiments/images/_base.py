@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import math
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -101,6 +103,32 @@ class WholeImage(Image):
     """An image whose format has no windows."""
 
     whole = True
+
+
+LARGEST_WHOLE_VOLUME = 2**30
+"""Values of a file that is decoded whole."""
+
+
+def whole(
+    path: Path, shape: tuple[int, ...], dtype: np.dtype, decode: Callable[[], np.ndarray]
+) -> Image:
+    """An image of a format without windows, which is decoded when it is first read."""
+    if math.prod(shape) > LARGEST_WHOLE_VOLUME:
+        raise ImageError(
+            path,
+            f"{shape} is more than the {LARGEST_WHOLE_VOLUME} values that a format without windows "
+            "may have: save it as .nii or .zarr",
+        )
+    decoded = functools.cache(decode)
+    return WholeImage(
+        path,
+        shape,
+        dtype,
+        lambda window: decoded()[window],
+        close=decoded.cache_clear,
+        block=shape[:-1],
+        dimensions=len(shape) - 1,
+    )
 
 
 _LETTERS = {1: "W", 2: "H, W", 3: "D, H, W"}

@@ -1,4 +1,4 @@
-"""What the numbers of a TIFF look like: palettes, grey values of few bits, and 0 that is white.
+"""What the numbers of a TIFF look like: palettes, YCbCr, grey of few bits, and 0 that is white.
 
 Images are converted, window by window. Masks are not: their numbers are classes.
 """
@@ -13,7 +13,11 @@ import numpy as np
 from ._base import Image, ImageError, Window
 
 _MEANING = 262  # the tag
-_MIN_IS_WHITE, _MIN_IS_BLACK, _PALETTE = 0, 1, 3
+_MIN_IS_WHITE, _MIN_IS_BLACK, _PALETTE, _INKS, _YCBCR = 0, 1, 3, 5, 6
+_LAB = (8, 9, 10)
+_INK_SET, _NOT_CMYK = 332, 2
+_APERIO_YCBCR = 33003  # JPEG 2000 that is not said to be YCbCr anywhere else
+_OF_BYTES = (1, 5, 8, 32773, 32946, 34925, 50000)  # codecs that know nothing of colours
 
 
 def as_seen(image: Image, pages: list[Any]) -> Image:
@@ -27,6 +31,10 @@ def as_seen(image: Image, pages: list[Any]) -> Image:
     meaning = page.tags.valueof(_MEANING)
     if meaning == _PALETTE:
         return _coloured(image, _palette(image, page, pages))
+    _check_colours(image, page, meaning)
+    is_ycbcr = meaning == _YCBCR and page.compression in _OF_BYTES
+    if is_ycbcr or page.compression == _APERIO_YCBCR:
+        return _from_ycbcr(image, page)
     few = meaning in (_MIN_IS_WHITE, _MIN_IS_BLACK) and page.bitspersample in (1, 2, 4)
     if meaning == _MIN_IS_WHITE:
         _check_white(image, page)
@@ -65,6 +73,34 @@ def _palette(image: Image, page: Any, pages: list[Any]) -> np.ndarray:
         raise ImageError(image.path, "its pages have different palettes: save it with its colours")
     palette = np.asarray(found[0]).T
     return (palette if palette.max() < 256 else palette >> 8).astype(np.uint8)
+
+
+def _check_colours(image: Image, page: Any, meaning: int) -> None:
+    """Colours that would be taken for red, green and blue."""
+    cmyk = meaning == _INKS and page.tags.valueof(_INK_SET) != _NOT_CMYK
+    if cmyk or meaning in _LAB:
+        raise ImageError(
+            image.path,
+            f"its colours are {'CMYK' if cmyk else 'CIE L*a*b*'}, and not red, green and blue: "
+            "save it as RGB",
+        )
+
+
+def _from_ycbcr(image: Image, page: Any) -> Image:
+    """As ITU-R BT.601 says, in the full range of 8 bits; libraries convert that of JPEGs alone."""
+    if image.dtype != np.uint8 or page.samplesperpixel != 3:
+        raise ImageError(
+            image.path,
+            f"its colours are YCbCr, of {page.samplesperpixel} x {image.dtype} for a pixel; that "
+            "is read of 3 x uint8. Save it as RGB",
+        )
+    matrix = np.array([[1, 1, 1], [0, -0.344136, 1.772], [1.402, -0.714136, 0]], np.float32)
+
+    def colours(values: np.ndarray) -> np.ndarray:
+        centred = values.astype(np.float32) - np.array([0, 128, 128], np.float32)
+        return (centred @ matrix).round().clip(0, 255).astype(np.uint8)
+
+    return _converted(image, image.shape, image.dtype, colours)
 
 
 def _check_white(image: Image, page: Any) -> None:

@@ -13,11 +13,12 @@ from typing import BinaryIO
 import numpy as np
 
 from ._base import Image, ImageError, WholeImage, Window, describe, image_shape, require
+from ._dicom import open_dicom
 from ._ome import Store, address_of, arranged, multiscale
 from ._raw import RawArray
 from ._slide import open_slide
 from ._tiff import open_tiff
-from ._volumes import open_dicom, open_nifti, open_planes
+from ._volumes import open_nifti, open_planes
 
 LARGEST_WHOLE = 2**28
 """Pixels of a PNG or JPEG, which is decoded whole."""

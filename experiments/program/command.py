@@ -11,6 +11,8 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+import jaxtile
+
 from .config import ConfigError, config_file, fields, load, plain_words
 from .ending import Signals, sentences
 from .options import data_options, model_options
@@ -35,6 +37,11 @@ def workdir_flag() -> flags.FlagHolder:
 @functools.cache
 def profile_flag() -> flags.FlagHolder:
     return flags.DEFINE_bool("profile", False, "trace some steps: where does their time go?")
+
+
+def dtype_flag(default: str) -> flags.FlagHolder:
+    known = ["float32", "bfloat16", "float16"]
+    return flags.DEFINE_enum("dtype", default, known, "type of weights and activations")
 
 
 def start(
@@ -73,7 +80,7 @@ def start(
         logging.set_verbosity(logging.WARNING)  # JAX tells which devices it did not find
         return main(argv)
 
-    with sentences(stopped, ConfigError):
+    with sentences(stopped, ConfigError, jaxtile.TilingError):
         app.run(quietly, flags_parser=parse)
 
 

@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from .config import ConfigError
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def output(flag: str, path: str | None, suffixes: Sequence[str] = ()) -> pathlib.Path | None:
+    """Where a program is to write, which is looked at before the work that would be lost."""
+    if not path:
+        return None
+    file = pathlib.Path(path)
+    if suffixes and file.suffix.lower() not in suffixes:
+        raise ConfigError(f"--{flag}={path} must end in {', '.join(suffixes)}")
+    if not file.parent.is_dir() or file.is_dir():
+        reason = "is a folder" if file.is_dir() else f"there is no folder {file.parent}"
+        raise ConfigError(f"--{flag}={path}: {reason}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--{flag}={path} cannot be written to")
+    return file
 
 
 class Lock:
@@ -49,15 +68,22 @@ def naming(file: pathlib.Path) -> Iterator[None]:
         raise
 
 
-def write_atomically(file: pathlib.Path, text: str) -> None:
+def write_atomically(file: pathlib.Path, content: str | bytes) -> None:
     """Either the old file or the new one is there, at any moment."""
     temporary = file.with_name(file.name + ".new")
     try:
-        with naming(file), open(temporary, "w") as handle:
-            handle.write(text)
+        with naming(file), open(temporary, "wb") as handle:
+            handle.write(content.encode() if isinstance(content, str) else content)
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(file)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_figure(figure: Any, file: pathlib.Path, **options: Any) -> None:
+    """As `figure.savefig` of matplotlib, whole or not at all."""
+    content = io.BytesIO()
+    figure.savefig(content, format=file.suffix.removeprefix("."), **options)
+    write_atomically(file, content.getvalue())

@@ -17,7 +17,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 
-_SILENT_SECONDS = 30.0  # between two lines of a bar
 _WIDE = 100  # columns of a terminal; in fewer, the text is what matters
 _QUIET_SECONDS = 8.0  # after which a line says that the same is still going on
 
@@ -108,14 +107,28 @@ class Now:
 
 class Bar:
     """Counts from `start` to `total`; without a terminal it prints a line every so many counts, and
-    every half a minute at the latest.
+    every few seconds at the latest, whether there was something to count or not.
+
+    `doing` is what is done beside what is counted.
     """
 
-    def __init__(self, what: str, total: int, *, start: int = 0, every: int = 1):
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        start: int = 0,
+        every: int = 1,
+        quiet: float = _QUIET_SECONDS,
+        file: TextIO | None = None,
+    ):
         self.what, self.total, self.done, self.every = what, total, start, every
-        self.file = sys.stdout
+        self.file, self.quiet, self.doing = file or sys.stdout, quiet, ""
         self.began, self.start = time.perf_counter(), start
-        self._said = self.began
+        self._said = self._counted = self.began
+        self._hidden = False
+        self._lock, self._over = threading.RLock(), threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
         self._bar = None
         if _is_live(self.file):
             console = Console(file=self.file)
@@ -130,25 +143,48 @@ class Bar:
             self._task = self._bar.add_task(what, total=total, completed=start, text="")
 
     def advance(self, text: str = "", count: int = 1) -> None:
+        with self._lock:
+            self._advance(text, count)
+
+    def _advance(self, text: str, count: int) -> None:
         self.done += count
+        self._counted, self._hidden = time.perf_counter(), False
         if self._bar is not None:
             if Now.shown is not None:
                 Now.shown.hide()
             self._bar.start()
             self._bar.update(self._task, completed=self.done, text=text)
-        elif self.done % self.every < count or self.done >= self.total or self._is_late():
-            self._said = time.perf_counter()
+        elif self.done % self.every < count or self.done >= self.total or self._left() <= 0:
             self.say(f"{self.what} {self.done}/{self.total}  {text}{self._remaining()}")
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=self.file, flush=True)
+        with self._lock:
+            self._said = time.perf_counter()
+            if self._bar is not None:
+                self._bar.console.print(line, highlight=False, markup=False)
+            else:
+                print(line, file=self.file, flush=True)
 
-    def _is_late(self) -> bool:
-        return time.perf_counter() - self._said > _SILENT_SECONDS
+    def hide(self) -> None:
+        """The live line ends, and stays as it is, and nothing more is said, until `advance`."""
+        with self._lock:
+            self._hidden = True
+            if self._bar is not None:
+                self._bar.stop()
+
+    def _left(self) -> float:
+        """Seconds until it has been quiet for too long."""
+        return self._said + self.quiet - time.perf_counter()
+
+    def _beat(self) -> None:
+        while not self._over.wait(max(0.05, self._left())):
+            with self._lock:
+                counts = self.doing or self.start < self.done < self.total
+                if counts and not self._hidden and self._left() <= 0:
+                    lasted = duration(time.perf_counter() - self._counted)
+                    what = self.doing or "the next one"
+                    self.say(f"{self.what} {self.done}/{self.total}, {lasted} ago; {what} goes on")
 
     def _remaining(self) -> str:
         each = (time.perf_counter() - self.began) / max(1, self.done - self.start)
@@ -156,11 +192,13 @@ class Bar:
         return f"  {duration(left)} left" if left > 0 else ""
 
     def __enter__(self) -> Bar:
+        if self._bar is None:
+            self._thread.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self._over.set()
+        self.hide()
 
 
 def _is_live(file: TextIO) -> bool:

@@ -7,7 +7,17 @@ listed before one of its subsets, a step is lost: it finds 5,717 MB, where 5,546
 
 from __future__ import annotations
 
+import jaxtile
 from policies._lower_sets import ForwardGraph, undominated
+
+
+def forward_graph(operations: jaxtile.Operations) -> ForwardGraph:
+    """Each operation is a value."""
+    found = operations.operations
+    index = {o.name: i for i, o in enumerate(found)}
+    inputs = (sum(1 << index[t.name] for t in o.inputs if t.name in index) for o in found)
+    sizes, work = (o.output.bytes for o in found), (o.flops for o in found)
+    return ForwardGraph(tuple(index), tuple(inputs), tuple(sizes), tuple(work))
 
 
 def depth_first_sets(graph: ForwardGraph) -> list[int]:

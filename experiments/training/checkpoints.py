@@ -8,12 +8,14 @@ noticed; a damaged checkpoint is set aside, with a warning, and the one before i
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import hashlib
+import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Container
+from collections.abc import Collection, Container
 from typing import Any
 
 import jax
@@ -41,23 +43,30 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def unflatten(like: Any, arrays: Arrays) -> Any:
+def unflatten(like: Any, arrays: Arrays, source: str | pathlib.Path = "the checkpoint") -> Any:
     """A tree like another, with these leaves: the inverse of `flatten`."""
+    advice = ". A checkpoint goes with the code and the options of the model that it is of"
     wanted = flatten(like)
     if wanted.keys() != arrays.keys():
-        missing = sorted(wanted.keys() - arrays.keys())[:3] or "nothing"
-        unknown = sorted(arrays.keys() - wanted.keys())[:3] or "nothing"
+        missing = wanted.keys() - arrays.keys()
+        unknown = arrays.keys() - wanted.keys()
         raise CheckpointError(
-            "the checkpoint is of another model or optimiser: "
-            f"it lacks {missing}, and has {unknown} that is not wanted"
+            f"{source} is of another model or optimiser: it lacks {_listed(missing)}, and has "
+            f"{_listed(unknown)} that is not wanted{advice}"
         )
     for name, leaf in wanted.items():
         if leaf.shape != arrays[name].shape or leaf.dtype != arrays[name].dtype:
             raise CheckpointError(
-                f"the checkpoint has {name} as {arrays[name].dtype}{list(arrays[name].shape)}, the "
-                f"model as {leaf.dtype}{list(leaf.shape)}"
+                f"{source} has {name} as {arrays[name].dtype}{list(arrays[name].shape)}, the "
+                f"model as {leaf.dtype}{list(leaf.shape)}{advice}"
             )
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in wanted])
+
+
+def _listed(names: Collection[str]) -> str:
+    """A few of them."""
+    shown = ", ".join(sorted(names)[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown or "nothing"
 
 
 class Checkpoints:
@@ -112,7 +121,7 @@ class Checkpoints:
         except Exception as error:  # whatever orbax makes of a full disk
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be written to {self.folder}: "
-                f"{_first_line(error)}. Those before it are as they were"
+                f"{_reason(error)}. Those before it are as they were"
             ) from error
 
     def keep_only(self, wanted: Container[int]) -> None:
@@ -192,6 +201,13 @@ def _ignore_closed_loops() -> None:
             before(found)
 
     sys.unraisablehook = hook
+
+
+def _reason(error: Exception) -> str:
+    """What the system said, if it is in what the libraries between say."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+    found = [os.strerror(code) for code in codes if os.strerror(code) in str(error)]
+    return found[0] if found else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 
 from jaxtile import Explanation
 
+from ..program.files import write_figure
 from ..tasks import Task
 
 _SMOOTH = 0.9  # of the last value in a smoothed curve
@@ -210,5 +211,5 @@ def _thinned(image: np.ndarray) -> np.ndarray:
 
 
 def _save(figure: Figure, path: pathlib.Path) -> None:
-    figure.savefig(path, dpi=110)
+    write_figure(figure, path, dpi=110)
     plt.close(figure)

@@ -63,7 +63,7 @@ class Run:
         self.done, self.state, self.record = self.saved.restore(self.step)
         if self.done == 0 and self.config.start_from:
             weights, new = first_weights(self.learner, self.config.start_from)
-            self.state = self.step.begun_with(weights)
+            self.state = self.step.begun_with(weights, self.config.start_from)
             print(f"beginning with the weights of {self.config.start_from}{new}", flush=True)
 
     def compile(self, now: Now, batches: Batches) -> None:

@@ -36,7 +36,7 @@ class Saved:
         if found is None:
             state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), step.state)
             return done, self.devices.from_first(state), {"best": None}
-        state = unflatten(step.state, found.arrays)
+        state = unflatten(step.state, found.arrays, self.folder / str(done))
         return done, self.devices.from_first(state), self._checked(found.record)
 
     def _checked(self, record: dict[str, Any]) -> dict[str, Any]:

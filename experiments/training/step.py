@@ -114,10 +114,10 @@ class Step:
         # It runs once, and LLVM takes seconds to optimise each of its random numbers.
         return made.compile(compiler_options={"xla_backend_optimization_level": 0})()
 
-    def begun_with(self, weights: Weights) -> State:
+    def begun_with(self, weights: Weights, source: str) -> State:
         """Before the first step, with the weights of another run."""
         for ours, theirs in zip(self.state[:2], weights, strict=True):
-            unflatten(ours, flatten(theirs))  # an error if it is of another model
+            unflatten(ours, flatten(theirs), source)  # an error if it is of another model
         params, variables = jax.tree.map(jnp.asarray, tuple(weights))
         average = jax.tree.map(jnp.array, params) if self.state.ema else ()
         return State(params, variables, self.optimiser.init(params), average)

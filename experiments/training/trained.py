@@ -35,7 +35,8 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
     """The best weights of a run, or its last ones if it never was evaluated."""
     folder = pathlib.Path(workdir)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not the folder of a training run")
+        reason = "is a file, and not" if folder.exists() else "is not there: name"
+        raise ConfigError(f"{folder} {reason} the folder of a training run")
     try:
         settings = with_defaults(ConfigDict(read_config(folder)))
         noted = data.noted(folder)
@@ -58,13 +59,20 @@ def load_trained(workdir: str | pathlib.Path) -> Trained:
                 f"{found.record['best']['step']}: these are the last, of step {found.step}",
                 flush=True,
             )
-        return Trained(learner, _weights(learner, found), found.step)
+        where = folder / name / str(found.step)
+        return Trained(learner, _weights(learner, found, where), found.step)
     raise ConfigError(f"{folder} has no checkpoint that can be read")
 
 
 def first_weights(learner: Learner, source: str) -> tuple[Weights, str]:
     """Those of another run, or of a file in torchvision's or Keras' layout; and remarks on it."""
-    if pathlib.Path(source).suffix not in models.SUFFIXES:
+    path = pathlib.Path(source)
+    if path.suffix not in models.SUFFIXES:
+        if path.is_file():
+            raise ConfigError(
+                f"`start_from`: {source} is neither the folder of a run nor a file of weights "
+                f"({', '.join(models.SUFFIXES)})"
+            )
         return load_trained(source).weights, ""
     if learner.network.pretrained is None:
         raise ConfigError(f"`start_from`: {source} is for models of this repository")
@@ -75,7 +83,7 @@ def first_weights(learner: Learner, source: str) -> tuple[Weights, str]:
     return Weights(params, variables), "".join(f"; {remark}" for remark in remarks)
 
 
-def _weights(learner: Learner, found: Restored) -> Weights:
+def _weights(learner: Learner, found: Restored, source: pathlib.Path) -> Weights:
     """Those to evaluate: the moving average, if there is one."""
 
     def within(name: str) -> dict[str, np.ndarray]:
@@ -83,6 +91,7 @@ def _weights(learner: Learner, found: Restored) -> Weights:
 
     shapes = jax.eval_shape(learner.weights)
     params = within("ema.") or within("params.")
+    variables = within("variables.")
     return Weights(
-        unflatten(shapes.params, params), unflatten(shapes.variables, within("variables."))
+        unflatten(shapes.params, params, source), unflatten(shapes.variables, variables, source)
     )

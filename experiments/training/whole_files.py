@@ -30,7 +30,7 @@ from ..predicting.pixels import Pixels
 from ..predicting.whole_image import Progress
 from .learner import Learner, Sums, Weights
 
-_SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_LINES = 8.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,7 +134,8 @@ class Workdir:
 
     def sync(self) -> None:
         """Wait until the metrics are on the disk: a checkpoint must not be newer than they are."""
-        os.fsync(self._metrics.fileno())
+        with naming(self.path / "metrics.jsonl"):
+            os.fsync(self._metrics.fileno())
 
     def metrics(self) -> list[dict[str, Any]]:
         return _records(self.path / "metrics.jsonl", _METRICS)[0]

@@ -228,10 +228,10 @@ def measured_path(device: str | None = None) -> pathlib.Path:
 
 def costs(device: str | None = None) -> Costs:
     """The table of the default device, or of a GPU that need not be there: measured if there is
-    one, else built in.
+    one, else built in. A file that `JAXTILE_COSTS` names may be there only after a measurement.
     """
     path = measured_path(device and pathlib.Path(device).stem)
-    if path.exists() or "JAXTILE_COSTS" in os.environ:
+    if path.exists():
         return Costs.load(path)
     on_cpu = device is None and jax.default_backend() == "cpu"
     return BUILT_IN["cpu" if on_cpu else "gpu"]
