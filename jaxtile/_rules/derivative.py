@@ -8,14 +8,15 @@ both.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, set_current_trace, take_current_trace
 from jax.interpreters import ad, batching, mlir
 
 from .._errors import TilingError
@@ -81,7 +82,8 @@ def _apply_jvp(function: Derivative, args: Any, tangents: Any) -> tuple[Any, Any
         not isinstance(t, SymbolicZero) and jnp.issubdtype(x.dtype, jnp.inexact)
         for x, t in zip(leaves, given, strict=True)
     )
-    results, residuals = function.forward(jax.tree.unflatten(in_tree, wanted), *args)
+    with _known(leaves):
+        results, residuals = function.forward(jax.tree.unflatten(in_tree, wanted), *args)
     flat, out_tree = jax.tree.flatten(results)
     kept, kept_tree = jax.tree.flatten(residuals)
     types = [jax.typeof(x).to_tangent_aval() for x in flat]
@@ -99,6 +101,20 @@ def _apply_jvp(function: Derivative, args: Any, tangents: Any) -> tuple[Any, Any
     )
     out = [next(found) if f else SymbolicZero(t) for t, f in zip(types, floats, strict=True)]
     return results, jax.tree.unflatten(out_tree, out)
+
+
+@contextlib.contextmanager
+def _known(arrays: Sequence[Any]) -> Iterator[None]:
+    """Trace what is computed from these arrays where they are.
+
+    To linearise, JAX traces a rule such that what depends on tangents is kept apart, and splits
+    each loop and each call in it. What depends on none needs no such search.
+    """
+    with take_current_trace() as trace:
+        separates = type(trace).__name__ == "JaxprTrace"
+        among = any(getattr(x, "_trace", None) is trace for x in arrays)
+        with set_current_trace(trace.parent_trace if separates and not among else trace):
+            yield
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

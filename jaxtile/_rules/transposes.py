@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 from jax.extend.core.primitives import conv_general_dilated_p
+from jax.interpreters import ad
 
 Array = jax.Array
 Conv = Callable[[Mapping[str, Any], Array, Array], Array]
@@ -23,24 +24,44 @@ def gradients(
 ) -> tuple[Array, Array]:
     """Of the image and of the kernel."""
 
-    def of_kernel(lhs: Array, cotangent: Array) -> Any:
-        return jax.linear_transpose(lambda w: as_given(params, lhs, w), rhs)(cotangent)
+    def both(lhs: Array, rhs: Array, cotangent: Array) -> list[Array]:
+        return [
+            _transposed(cotangent, _unknown(lhs), rhs, **params)[0],
+            _transposed(cotangent, lhs, _unknown(rhs), **params)[1],
+        ]
 
-    image = of_image(conv, params, lhs, rhs, cotangent)
-    return image, _evaluate(jax.make_jaxpr(of_kernel)(lhs, cotangent), conv, lhs, cotangent)
+    image, kernel = _with(conv, both, lhs, rhs, cotangent)
+    return image, kernel
 
 
 def of_image(
     conv: Conv, params: Mapping[str, Any], lhs: Array, rhs: Array, cotangent: Array
 ) -> Array:
-    def transposed(rhs: Array, cotangent: Array) -> Any:
-        return jax.linear_transpose(lambda x: as_given(params, x, rhs), lhs)(cotangent)
+    def image(rhs: Array, cotangent: Array) -> list[Array]:
+        return [_transposed(cotangent, _unknown(lhs), rhs, **params)[0]]
 
-    return _evaluate(jax.make_jaxpr(transposed)(rhs, cotangent), conv, rhs, cotangent)
+    return _with(conv, image, rhs, cotangent)[0]
 
 
-def _evaluate(closed: Any, conv: Conv, *args: Array) -> Array:
-    """The one result of what was traced, with this function for its convolutions."""
+def _transposed(cotangent: Array, lhs: Any, rhs: Any, **params: Any) -> Sequence[Any]:
+    """JAX's rule, of which `jax.linear_transpose` would trace the convolution first."""
+    return ad.get_primitive_transpose(conv_general_dilated_p)(cotangent, lhs, rhs, **params)
+
+
+def _unknown(x: Array) -> Any:
+    return ad.UndefinedPrimal(jax.typeof(x))
+
+
+def _with(conv: Conv, function: Callable[..., list[Array]], *args: Array) -> list[Array]:
+    """What a function returns, with this one for its convolutions."""
+    return (
+        function(*args)
+        if conv is as_given
+        else _evaluate(jax.make_jaxpr(function)(*args), conv, *args)
+    )
+
+
+def _evaluate(closed: Any, conv: Conv, *args: Array) -> list[Array]:
     env = dict(zip(closed.jaxpr.invars, args, strict=True))
     env.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
@@ -55,5 +76,4 @@ def _evaluate(closed: Any, conv: Conv, *args: Array) -> Array:
             out = eqn.primitive.bind(*operands, **eqn.params)
             out = out if eqn.primitive.multiple_results else [out]
         env.update(zip(eqn.outvars, out, strict=True))
-    (found,) = map(read, closed.jaxpr.outvars)
-    return found
+    return list(map(read, closed.jaxpr.outvars))
