@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
 import jaxtile
@@ -89,6 +90,48 @@ def test_bytes_are_near_those_of_the_program(states):
     step = default_step((params, x), AXES)(tiled(Results((4, 4), states)))
     compiled = jaxtile.compiled_bytes(jax.jit(step).lower(params, x)).temporaries
     assert 0.6 < estimated / compiled < 1.3
+
+
+def test_bytes_while_what_passes_is_computed_again():
+    """A sum of two convolutions is a third array beside them: a library has made these."""
+
+    def fun(kernels, x):
+        a = checkpoint_name(conv(x, kernels[0]), "a")
+        b = checkpoint_name(conv(x, kernels[1]), "b")
+        total = checkpoint_name(jnp.tanh(a + b), "total")
+        return jnp.sum(checkpoint_name(conv(total, kernels[2]), "last") ** 2)
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float64)] * 3
+    x = jax.ShapeDtypeStruct((1, 64, 64, 8), jnp.float64)
+    costs = Assignments(jaxtile.policy.outline(fun, kernels, x, in_axes=AXES), BUILT_IN["gpu"])
+    index = {part.name: k for k, part in enumerate(costs.facts.outline.parts)}
+    a, b, total, last = (index[name] for name in ("a", "b", "total", "last"))
+    states = [INSIDE] * costs.facts.n
+    states[total], states[last] = PASSING, KEPT
+    found = costs.estimate(Assignment(tuple(states), (Mode("whole"),) * costs.facts.n))
+    (region,) = (r for r in found.regions if r.end == last)
+    assert region.before == (a, b, total)
+    assert region.cost.backward >= 3 * costs.facts.bytes[total]
+
+
+def test_bytes_of_cotangents_apart_from_sums():
+    """In one piece a region makes cotangents of its inputs, and adds them to what others began."""
+
+    def fun(kernels, x):
+        first = conv(x, kernels[0])
+        second = conv(jnp.tanh(first), kernels[1])
+        return jnp.sum(conv(second + jnp.sin(first), kernels[2]) ** 2)
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float64)] * 3
+    x = jax.ShapeDtypeStruct((1, 64, 64, 8), jnp.float64)
+    costs = Assignments(jaxtile.policy.outline(fun, kernels, x, in_axes=AXES), BUILT_IN["gpu"])
+    first, second, _ = results(costs)
+    states = [KEPT if k in (first, second) else INSIDE for k in range(costs.facts.n)]
+    found = costs.estimate(Assignment(tuple(states), (Mode("whole"),) * costs.facts.n))
+    size = costs.facts.bytes[first]
+    needs = {r.end: need for r, need in zip(found.regions, found.needs, strict=True)}
+    # What is kept before it, two sums of cotangents, and what it adds to one of them.
+    assert needs[second] >= 4 * size
 
 
 def test_near_the_best_of_all_assignments():

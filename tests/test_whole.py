@@ -6,7 +6,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
+from jaxtile._run import whole
 from jaxtile._run.tile import Tile
+from jaxtile._run.whole import by_halves
 
 from .support import assert_close, assert_same, conv, normal, parametrize_few
 
@@ -163,3 +165,31 @@ def test_a_teacher_runs_forwards_only():
         return {region.index for region in seen}
 
     assert pulled_back(0) == pulled_back(0, 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 13, 11, 3), (1, 13, 12, 3), (1, 13, 11, 3), (1, 1, 1, 2)])
+def test_sums_by_halves(shape):
+    """With derivatives."""
+    total, x = normal(0, *shape), normal(1, *shape)
+    assert (jax.jit(by_halves)(total, x) == total + x).all()
+    both = jax.grad(lambda a, b: jnp.sum(by_halves(a, b) ** 3), (0, 1))(total, x)
+    assert_close(both, (3 * (total + x) ** 2,) * 2)
+
+
+def test_large_sums_are_added_by_halves(monkeypatch):
+    """As on a GPU: two regions in one piece read one stored array."""
+    monkeypatch.setattr(whole, "_LARGE", 0)
+    monkeypatch.setattr(whole.lax, "platform_dependent", lambda *x, cpu, default: default(*x))
+    policy = saved("conv0", "relu1", "conv2")
+    tiled = jaxtile.checkpoint(skipping, in_axes=AXES, tiles="whole", policy=policy)
+    step = jax.make_jaxpr(jax.grad(tiled))(WEIGHTS, IMAGE)
+    assert "dynamic_update_slice" in str(step)
+    assert_same(skipping, WEIGHTS, IMAGE, in_axes=AXES, tiles="whole", policy=policy)
+
+
+def skipping(weights, x):
+    """A stored result that is read again, two layers later."""
+    first = checkpoint_name(conv(x, weights[0]), "conv0")
+    x = checkpoint_name(jax.nn.relu(conv(first, weights[1])), "relu1")
+    x = checkpoint_name(conv(x, weights[2]) + jnp.tanh(first), "conv2")
+    return jnp.sum(jnp.sin(conv(x, weights[3])) ** 2)

@@ -40,10 +40,14 @@ def like(
     ]
 
 
-def added(cotangents: Cotangents, begun: Cotangents) -> list[Array | None]:
+def added(
+    cotangents: Cotangents,
+    begun: Cotangents,
+    add: Callable[[Array, Array], Array] = jnp.add,
+) -> list[Array | None]:
     """Cotangents, and what was begun of their sums."""
     return [
-        b if a is None else a if b is None else a + b
+        b if a is None else a if b is None else add(b, a)
         for a, b in zip(cotangents, begun, strict=True)
     ]
 

@@ -20,6 +20,7 @@ from .arrays import (
     Cotangents,
     Tangents,
     Wanted,
+    added,
     cotangent_of,
     like,
     pulled,
@@ -68,12 +69,7 @@ class Whole:
         of_inputs, of_globals = pull(list(map(cotangent_of, results, given.cotangents)))
         want_inputs, want_globals = given.wanted
         return (
-            [
-                c if b is None else b if c is None else _added_into(b, c)
-                for b, c in zip(
-                    given.begun, like(self.region.inputs, want_inputs, of_inputs), strict=True
-                )
-            ],
+            added(like(self.region.inputs, want_inputs, of_inputs), given.begun, _added_into),
             like(self.region.globals, want_globals, of_globals),
         )
 
@@ -90,20 +86,27 @@ class Whole:
 
 
 def _added_into(begun: Array, cotangent: Array) -> Array:
-    """The sum, in the place of what was begun: added in one piece it would be a third array, since
-    XLA adds in place in loops only.
+    """The sum, in the place of what was begun. On a GPU, XLA adds results of libraries to a third
+    array, but for loops.
     """
-    halves = [d for d, n in enumerate(begun.shape) if n % 2 == 0]
-    if not halves or begun.nbytes < _LARGE:
+    if begun.nbytes < _LARGE:
         return begun + cotangent
-    dim, size = halves[0], begun.shape[halves[0]] // 2
     begun, cotangent = alike([begun, cotangent], ())
+    return lax.platform_dependent(begun, cotangent, cpu=lax.add, default=by_halves)
+
+
+def by_halves(total: Array, x: Array) -> Array:
+    """The sum of two arrays, of which the first is written over if a dimension can be halved."""
+    dim = next((d for d, n in enumerate(total.shape) if n % 2 == 0), None)
+    if dim is None:
+        return total + x
+    size = total.shape[dim] // 2
 
     def half(i: Any, total: Array) -> Array:
-        one, other = (lax.dynamic_slice_in_dim(x, i * size, size, dim) for x in (total, cotangent))
+        one, other = (lax.dynamic_slice_in_dim(a, i * size, size, dim) for a in (total, x))
         return lax.dynamic_update_slice_in_dim(total, one + other, i * size, dim)
 
-    return lax.fori_loop(0, 2, half, begun)
+    return lax.fori_loop(0, 2, half, total)
 
 
 def environment(
