@@ -111,10 +111,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     del argv
     try:
-        with Now(file=sys.stderr) as now:
-            now("counting what devices compute and send")
-            text = run(flags.FLAGS)
-        print(text)
+        print(run(flags.FLAGS))
     except (ValueError, TypeError, OSError, jaxtile.TilingError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
 
@@ -135,10 +132,12 @@ def run(options: Any) -> str:
     costs = Costs.load(options.costs) if options.costs else BUILT_IN["gpu"]
     shape = shape_of(options.model, batch, size)
     found = problem(options.model, shape, jnp.dtype(options.dtype), abstract=True)
-    steps = {
-        n: scaled(found, BLOCKS[options.model], squarest(n), tile, costs, rate=options.rate)
-        for n in dict.fromkeys([1, *numbers])
-    }
+    with Now(file=sys.stderr) as now:
+        now("counting what devices compute and send")
+        steps = {
+            n: scaled(found, BLOCKS[options.model], squarest(n), tile, costs, rate=options.rate)
+            for n in dict.fromkeys([1, *numbers])
+        }
     links = {n: link(n, options.bandwidth, options.latency) for n in numbers}
     network = "450 GB/s up to 8 devices, else 50 GB/s"
     if options.bandwidth:

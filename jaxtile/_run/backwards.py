@@ -128,13 +128,13 @@ class Backwards(Work):
 def put_in(carry: Sums, pulled: Sums, into: Sequence[Place], row: Row) -> tuple[Sums, list[Array]]:
     """The sums with one more tile; and what is to be written to those in host memory."""
     (sums, totals), (from_windows, from_globals) = carry, pulled
-    row = _late(row, from_globals)
-    new, waiting = [], []
+    new, waiting, late = [], [], _late(row, from_globals)
     for s, share, (slots, adds) in zip(sums, from_windows, into, strict=True):
-        whole = (window(s, slots, row) + share if adds else share).astype(s.dtype)
+        here = row if on_host(s) else late
+        whole = (window(s, slots, here) + share if adds else share).astype(s.dtype)
         if on_host(s):
             waiting.append(whole)
-        new.append(s if on_host(s) else write(s, whole, slots, row))
+        new.append(s if on_host(s) else write(s, whole, slots, here))
     totals = [
         lax.add(t, lax.convert_element_type(g, t.dtype))
         for t, g in zip(totals, from_globals, strict=True)
