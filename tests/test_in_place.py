@@ -6,12 +6,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtile
 from jaxtile._platform import on_early_cpu
-from jaxtile._run import loop
+from jaxtile._regions.tile import Column
+from jaxtile._run import backwards, loop, ordering
+from jaxtile._run.backwards import Place, put_in
 from jaxtile.policy import Choice
 
 from .support import assert_close, conv, normal, parametrize_few
@@ -133,3 +136,31 @@ def test_one_array_less_forwards():
         apart = temporaries()
     wide = 2 * 64 * 64 * 16 * 8
     assert temporaries() <= apart - 0.9 * wide
+
+
+def test_windows_of_sums_are_read_when_the_tile_is_done(monkeypatch):
+    """Where they are depends on the gradients of the weights; if a tile has none, on nothing."""
+    for module in (backwards, ordering):
+        monkeypatch.setattr(module, "on_early_cpu", lambda: False)
+    slots = [(Column(0), 2), (0, 3)]
+
+    def put(total, share, of_weights, start):
+        sums = [jnp.zeros(w.shape) for w in of_weights]
+        (found, weights), _ = put_in(
+            ([total], sums), ([share], of_weights), [Place(slots)], [start]
+        )
+        return found[0], weights
+
+    total, share, weight = normal(0, 6, 3), normal(1, 2, 3), normal(2, 4)
+    got, (summed,) = jax.jit(put)(total, share, [weight], 3)
+    assert (got == jnp.asarray(total).at[3:5].add(share)).all()
+    assert (summed == weight).all()
+
+    def barriers(*of_weights):
+        jaxpr = jax.make_jaxpr(put)(total, share, list(of_weights), np.int32(3)).jaxpr
+        found = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+        (read,) = (e for e in jaxpr.eqns if e.primitive.name == "dynamic_slice")
+        return [any(v in read.invars for v in e.outvars) and len(e.invars) for e in found]
+
+    assert barriers(weight) == [2]
+    assert barriers() == []
