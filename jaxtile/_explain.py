@@ -78,7 +78,8 @@ def _region(region: Region, costs: dict[Node, int], stored: Storage) -> RegionRe
     reductions = [t.reduction for t in region.targets if t.reduction]
     nodes = list(dict.fromkeys([*region.nodes, *reductions]))
     work, backward = _work(region, costs), region.again or region
-    again = _needed_again(region) if region.grid.recomputed else set()
+    kept = region.loss is not None or not region.grid.recomputed
+    again = set() if kept else _needed_again(region)
     passing, restored = (
         [t for t in region.targets if not t.reduction and stored.get(t.value) == place]
         for place in ("passing", "restored")
@@ -102,6 +103,7 @@ def _region(region: Region, costs: dict[Node, int], stored: Storage) -> RegionRe
         plain_flops=sum(whole_flops(n, costs) for n in nodes),
         tiled_flops=sum(work.values()),
         recomputed_flops=_recomputed(backward, again, costs) + once_more,
+        at_once=region.loss is not None,
         devices=tuple(region.devices.count(a) for a in region.split) if region.devices else (),
         exchanged=_exchanged(region),
     )

@@ -78,6 +78,8 @@ class RegionReport:
     recomputed_flops: int
     """What the backward pass computes again: what derivatives need, and results that were not
     kept."""
+    at_once: bool = False
+    """Does it lead to the loss, so that each tile is differentiated when it is computed?"""
     devices: tuple[int, ...] = ()
     """Per axis of the grid; on a mesh only."""
     exchanged: Exchanged = Exchanged()
@@ -203,7 +205,8 @@ def _region_lines(region: RegionReport) -> Iterator[str]:
     ops = ", ".join(f"{n} {op}" for op, n in region.ops.items())
     forwards = "" if region.forward_grid == region.grid else f"{_grid(region.forward_grid)} and "
     backwards = f"backwards {_grid(region.grid)}" if forwards else _grid(region.grid)
-    yield f"region {region.index}: {forwards}{backwards}{_devices(region)}; {ops}"
+    once = ", both passes at once" if region.at_once else ""
+    yield f"region {region.index}: {forwards}{backwards}{once}{_devices(region)}; {ops}"
     for verb, uses in (("reads", region.reads), ("writes", region.writes)):
         for use in uses:
             yield (

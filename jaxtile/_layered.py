@@ -21,7 +21,7 @@ from ._graph.layers import Remat
 from ._graph.nodes import Policy, place
 from ._graph.trace import Traced
 from ._regions.grid import Tiles
-from ._regions.regions import Schedule, schedule_of
+from ._regions.regions import Running, Schedule, schedule_of
 from ._rules import Axes
 from ._run.execute import execute
 
@@ -80,7 +80,7 @@ def layered(
     if isinstance(tiles, Mapping):
         inside -= {v.name for v in graph.stored}
         tiles = {key: grid for key, grid in tiles.items() if key not in inside}
-    return schedule_of(graph, graph.stored, tiles, traced.rank, skips=skips)
+    return schedule_of(graph, graph.stored, tiles, traced.rank, Running(skips=skips))
 
 
 def _either(policies: Sequence[Policy]) -> Policy:

@@ -19,7 +19,7 @@ from ._graph.values import Graph, Storage
 from ._layered import layered
 from ._mesh.devices import Devices, automatic, devices_of
 from ._regions.grid import Grid, GridSpec, Tiles
-from ._regions.regions import Schedule, schedule_of
+from ._regions.regions import Running, Schedule, schedule_of
 from ._run.execute import execute
 from .policy import GraphPolicy, resolve
 from .policy._outline import apply, outlined
@@ -105,7 +105,8 @@ def scheduled(
     if devices is None and not isinstance(options.policy, GraphPolicy):
         return layered(traced, options.policy, options.tiles, options.skip), traced
     graph, stored, tiles = decided(traced, options, devices)
-    return schedule_of(graph, stored, tiles, traced.rank, devices, options.skip), traced
+    running = Running(devices, options.skip)
+    return schedule_of(graph, stored, tiles, traced.rank, running), traced
 
 
 def decided(

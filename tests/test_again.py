@@ -151,7 +151,7 @@ def convolutions(fun, *args):
 def test_work(layers):
     """With m norms and nothing kept, counted in the program: forwards each convolution runs once;
     backwards the k-th region runs k of them, and two gradients (the first one has no gradient of
-    its image); and the loss runs all of them.
+    its image). The loss is differentiated when it is computed.
     """
     args, m = arguments(layers, size=(1, 8, 8, 2), kernel=1), layers
 
@@ -160,14 +160,13 @@ def test_work(layers):
 
     plain = convolutions(jax.value_and_grad(network), *args)
     assert plain == pytest.approx(3 * m - 1)
-    assert work(Results((2, 2), "p")) == pytest.approx(plain + m * (m + 1) / 2 + m)
+    assert work(Results((2, 2), "p")) == pytest.approx(plain + m * (m + 1) / 2)
     # If they are kept, it is plain JAX's: what only a norm's statistics follow is not run again.
     assert work(Results((2, 2), "k")) == pytest.approx(plain)
     # If they are restored, they run once more.
     assert work(Results((2, 2), "r")) == pytest.approx(plain + m)
     # If nothing is whole, the region of each norm runs everything before it, in both directions.
-    ends = [*range(1, m + 1), m]
-    nothing = sum(k + k + (2 * k - 1) for k in ends)
+    nothing = sum(k + k + (2 * k - 1) for k in range(1, m + 1)) + m + (2 * m - 1)
     assert work(jax.checkpoint_policies.nothing_saveable, tiles=(2, 2)) == pytest.approx(nothing)
 
 
@@ -299,7 +298,7 @@ def test_equal_stages_are_traced_once(monkeypatch, policy, options):
     tiles. Those of width 3 are so as soon as their windows are as large as the image: of m layers,
     the first ones before each of the m norms.
     """
-    few, many = (traced_stages(monkeypatch, m, 1, policy, **options) for m in (3, 4))
+    few, many = (traced_stages(monkeypatch, m, 1, policy, **options) for m in (5, 7))
     assert many == few
     few, many, more = (traced_stages(monkeypatch, m, 3, policy, **options) for m in (3, 4, 5))
     assert more - many <= many - few

@@ -80,7 +80,9 @@ def prepare(run: Sequence[Step], stored: Storage, order: Mapping[Node, int]) -> 
         restored = {v for v in inside if stored.get(v) == "restored"}
         kept |= dict.fromkeys(read - inside | restored, "device")
     for region in run:
-        if isinstance(region, Region):
+        if isinstance(region, Region) and region.loss is not None:
+            region.grid = Grid(region.grid.tiles)  # one pass, with what there is
+        elif isinstance(region, Region):
             region.again = _again(region, kept, order)
             if region.grid.forward is not None and _may_differ(region):
                 region.again = region.again or dataclasses.replace(region)

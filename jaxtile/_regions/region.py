@@ -36,6 +36,8 @@ class Region:
     """What the function's outputs have derivatives with respect to."""
     skips: bool = False
     """Are tiles that read what another one has read computed once?"""
+    loss: Target | None = None
+    """The sum whose derivative is computed tile by tile, together with the sum."""
     before: list[Node] = dataclasses.field(default_factory=list)
     """The equations that compute passing inputs; only in what runs `again`."""
     again: Region | None = None

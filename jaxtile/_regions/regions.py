@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from .._errors import TilingError
+from .._graph.loss import loss_of
 from .._graph.values import Graph, Node, Storage, moving
 from .._mesh.collectives import reduction_step
 from .._mesh.devices import Devices
@@ -53,15 +55,21 @@ class Schedule:
         return [step for group in groups for step in group]
 
 
+class Running(NamedTuple):
+    """How loops run."""
+
+    devices: Devices | None = None
+    skips: bool = False
+    """Not all of the tiles."""
+    streamed: bool = False
+    """On the host."""
+
+
 def schedule_of(
-    graph: Graph,
-    stored: Storage,
-    tiles: Tiles,
-    rank: int,
-    devices: Devices | None = None,
-    skips: bool = False,
+    graph: Graph, stored: Storage, tiles: Tiles, rank: int, running: Running = Running()
 ) -> Schedule:
-    """Regions that compute what is stored, on the given grids; `skips`: not all of their tiles."""
+    """Regions that compute what is stored, on the given grids."""
+    devices, skips, _ = running
     stored = possible(graph, stored, devices)
     targets = Targets(graph, stored, tiles, rank, devices)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -79,7 +87,10 @@ def schedule_of(
         return max((targets.level(v) for v in step.inputs), default=0), 0, order[step]
 
     ordered = sorted([*steps, *regions], key=when)
-    for run in together(ordered, stored):
+    runs = list(together(ordered, stored))
+    if running == Running():
+        _mark_loss(graph, runs, stored)
+    for run in runs:
         prepare(run, stored, order)
     moved = moving(graph.nodes, graph.outputs)
     for region in regions:
@@ -87,6 +98,21 @@ def schedule_of(
             _plan(each, order)
             each.moved, each.skips = moved, skips
     return Schedule(graph, stored, grouped(ordered, graph, stored, order), devices)
+
+
+def _mark_loss(graph: Graph, runs: Sequence[Sequence[Node | Region]], stored: Storage) -> None:
+    """If the last region leads to the loss, in tiles, these are differentiated at once.
+
+    Not if the cotangents of what it reads lie in host memory: a factor comes later.
+    """
+    loss, with_regions = loss_of(graph), [r for r in runs if any(isinstance(s, Region) for s in r)]
+    if loss is None or not with_regions or len(with_regions[-1]) > 1:
+        return
+    (region,) = with_regions[-1]
+    assert isinstance(region, Region)
+    hosted = any(stored.get(v.array) == "host" for v in region.inputs)
+    if region.tiled and region.tiles > 1 and not hosted:
+        region.loss = next((t for t in region.targets if t.reduction is loss), None)
 
 
 def _plan(region: Region, order: Mapping[Node, int]) -> None:

@@ -16,6 +16,7 @@ from .._regions.regions import Schedule
 from .._regions.stages import RunStage, stage_runner
 from .._regions.tile import known, lookup
 from .again import Again
+from .at_once import AtOnce
 from .loop import Loop
 from .ordering import on_host, to_device, to_host
 from .recompute import Recomputed, run
@@ -126,7 +127,8 @@ class _Runner:
             return Sharded(step, self.run_stage)
         if step.tiled:
             passing = {v for v, place in self.stored.items() if place == "passing"}
-            return Loop(step, self.run_stage, hosted=self.hosted, passing=passing)
+            loop = Loop(step, self.run_stage, hosted=self.hosted, passing=passing)
+            return loop if step.loss is None else AtOnce(loop)
         return Whole(step, functools.partial(evaluate, step))
 
     def _group(

@@ -20,7 +20,7 @@ Known inefficiency: the backward loop holds the residuals of a whole tile, not o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
 from .backwards import Backwards, Place, Sums, put_in
+from .both import Both
 from .forwards import Forwards, Targets
 from .in_place import are_parts, chosen, places
 from .ordering import after, on_host, zeros_after
@@ -79,6 +80,14 @@ class Loop:
 
         `wanted`: what is being differentiated, if anything is.
         """
+        work, carry = self._forwards(inputs, globals_, wanted, self._replaced(inputs))
+        carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
+        return self._scan(work, carry, (rows,))
+
+    def _forwards(
+        self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None, replaced: Mapping[int, int]
+    ) -> tuple[Forwards, list[State]]:
+        """What the forward loop does, and what it begins with."""
         targets = self.region.targets
         # In host memory, zeros of each loop must differ, and several may read the same first input.
         newest = inputs[::-1], globals_[::-1]
@@ -87,13 +96,10 @@ class Loop:
             self._start(t) if t.reduction else (self._empty(k, t.value.aval.dtype, zeros),)
             for k, t in enumerate(targets)
         ]
-        replaced = self._replaced(inputs)
         for i, k in replaced.items():
             carry[k] = (inputs[i],)
-        carry, rows = as_varying_as((carry, rows), [*inputs, *globals_])
         written = Targets(self.hosted, replaced, zeros)
-        work = Forwards(self.tile, inputs, globals_, wanted, written)
-        return self._scan(work, carry, (rows,))
+        return Forwards(self.tile, inputs, globals_, wanted, written), carry
 
     def _scan(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
         if self.region.skips and len(self.rows) > 1:
@@ -138,9 +144,14 @@ class Loop:
 
     def pull(self, saved: Saved, given: Given, rows: Array) -> Sums:
         """Sums over all tiles: cotangents of the wanted inputs, and of the wanted globals."""
-        tile, (inputs, globals_, (_, remembered)) = self.tile, saved
-        read_from = [*there(inputs), *globals_]
-        zeros = zeros_after(given.cotangents, read_from)
+        work, carry = self._backwards(saved, given, len(rows))
+        carry, rows = as_varying_as((carry, rows), [*there(saved.inputs), *saved.globals])
+        return self._scan(work, carry, (rows, saved.kept[1]))[0]
+
+    def _backwards(self, saved: Saved, given: Given, tiles: int) -> tuple[Backwards, Sums]:
+        """What the backward loop does, and what it begins with."""
+        tile = self.tile
+        zeros = zeros_after(given.cotangents, [*there(saved.inputs), *saved.globals])
         shared = self._shared(given)
         into = [
             Place(tile.result_slots[shared[i]], adds=False)
@@ -148,13 +159,23 @@ class Loop:
             else Place(tile.input_slots[i], adds=not self.parted[i] or c is not None)
             for i, c in enumerate(given.begun)
         ] or [Place(slots) for slots in tile.input_slots]
-        carry = self.sums(globals_, given, len(rows), zeros)
+        carry = self.sums(saved.globals, given, tiles, zeros)
         for i, k in shared.items():
             carry[0][sum(given.wanted[0][:i])] = cast(Array, given.cotangents[k])
-        carry, rows = as_varying_as((carry, rows), read_from)
         places = {(i, k): self.places[i, k] for i, k in shared.items()}
-        work = Backwards(tile, saved, given, into, places, zeros)
-        return self._scan(work, carry, (rows, remembered))[0]
+        return Backwards(tile, saved, given, into, places, zeros), carry
+
+    def at_once(
+        self, inputs: Arrays, globals_: Arrays, given: Given
+    ) -> tuple[tuple[list[State], Sums], list[State]]:
+        """Both loops in one, of results whose cotangents are known beforehand: what `accumulate`
+        returns first, and what `pull` does; and what each tile remembers.
+        """
+        forwards, states = self._forwards(inputs, globals_, given.wanted, {})
+        backwards, sums = self._backwards(Saved(inputs, globals_, None), given, len(self.rows))
+        rows = jnp.asarray(self.rows)
+        carry, rows = as_varying_as(((states, sums), rows), [*inputs, *globals_])
+        return self._scan(Both(forwards, backwards), carry, (rows,))
 
     def _replaced(self, inputs: Arrays) -> dict[int, int]:
         """Inputs that are not read again, and the target that takes the place of each."""

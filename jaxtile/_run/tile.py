@@ -141,6 +141,10 @@ class Tile:
             values, _ = self.pullback(windows, globals_, wanted, row)
         else:
             values = self._evaluate(windows, globals_, row)
+        return self.given(values, row)
+
+    def given(self, values: Sequence[Sequence[Array]], row: Row) -> list[State]:
+        """The same, of the operands of each target."""
         return [
             tuple(operands)
             if target.reduction is None

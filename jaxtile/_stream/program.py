@@ -20,7 +20,7 @@ from .._graph.trace import Traced
 from .._graph.values import Graph, Node, Storage, Value, moving
 from .._regions.grid import Grid, Tiles, grid_of
 from .._regions.region import Region
-from .._regions.regions import Schedule, schedule_of
+from .._regions.regions import Running, Schedule, schedule_of
 from .._regions.stages import stage_runner
 from .._regions.tile import lookup
 from .._rules import Equation
@@ -228,7 +228,8 @@ def _schedule(
         _copy_outputs(graph)
         outputs = {v for v in graph.outputs if v.node is not None}
         stored = {**stored, **dict.fromkeys(held | outputs, "device")}
-        return schedule_of(graph, stored, tiles, traced.rank, None, options.skip), held
+        running = Running(skips=options.skip, streamed=True)
+        return schedule_of(graph, stored, tiles, traced.rank, running), held
     except TilingError as error:
         if options.policy is None:
             error.add_note(

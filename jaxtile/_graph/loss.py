@@ -1,0 +1,66 @@
+"""The loss of a function: the one number on which its first result depends.
+
+A loss is often a sum over all positions: of what a classifier gives at each of them, say. The
+derivative of such a number is known but for a factor, the cotangent of the sum, before the number
+itself is. So a tile can be differentiated as soon as it is computed, and need not be computed
+again.
+
+A function of several sums (a Dice loss) or of a vector of them (a global pool, and then a dense
+layer) has more than one factor, and has to wait for all tiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from .values import Graph, Node, Value, is_float
+
+
+def loss_of(graph: Graph) -> Node | None:
+    """The sum over tiles by which weights reach the first result; None, if there is no such sum, or
+    if there are several. Sums of labels and of masks alone do not count.
+    """
+    if not graph.outputs or graph.is_layer or not _is_number(graph.outputs[0].array):
+        return None
+    found = list(dict.fromkeys(_last_reductions(graph)))
+    if len(found) != 1 or found[0] is None:
+        return None
+    (node,) = found
+    adds = node.reduction is not None and node.reduction.adds
+    return node if adds and _is_number(node.outputs[0]) else None
+
+
+def _last_reductions(graph: Graph) -> Iterator[Node | None]:
+    """What the first result is computed from, back to where tiles come in: reductions of tiled
+    values. None: something else that reads them.
+    """
+    moving = graph.dependent(_weights(graph))
+    pending, seen = [graph.outputs[0].array], set[Value]()
+    while pending:
+        value = pending.pop()
+        if value in seen or value not in moving or value.node is None:
+            continue
+        seen.add(value)
+        node = value.node
+        if node.reduction is not None:
+            yield node
+        elif any(v.tiled for v in node.inputs):
+            yield None
+        elif not node.flat:
+            pending += [v.array for v in node.inputs]
+
+
+def _weights(graph: Graph) -> Iterator[Value]:
+    """Global values that are given to the function, or that it closes over while it is traced."""
+    given = dict.fromkeys([*graph.inputs, *(v.array for n in graph.nodes for v in n.inputs)])
+    for value in given:
+        if value.node is None and not value.tiled and is_float(value) and not value.concrete:
+            yield value
+
+
+def _is_number(value: Value) -> bool:
+    real = jnp.issubdtype(value.aval.dtype, jnp.floating)
+    return real and not value.tiled and math.prod(value.aval.shape) == 1
