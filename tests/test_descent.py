@@ -325,7 +325,9 @@ def test_bytes_that_are_moved_to_host_memory_and_back(places, kernel):
     """As many as the program moves, but for halos, and windows of the image."""
     params, _ = arguments(layers=4, size=(1, 2048, 2048, 2), kernel=kernel)
     x = jax.ShapeDtypeStruct((1, 2048, 2048, 2), jnp.float64)
-    costs = Assignments(jaxtile.policy.outline(network, params, x, in_axes=AXES), BUILT_IN["gpu"])
+    outline = jaxtile.policy.outline(network, params, x, in_axes=AXES)
+    # Whether the last region is differentiated at once depends on where its input lies.
+    costs = Assignments(dataclasses.replace(outline, loss=None), BUILT_IN["gpu"])
     states = {"h": HOSTED, "p": PASSING, "r": RESTORED}
     given, kept = (
         costs.estimate(

@@ -25,12 +25,10 @@ def loss_of(graph: Graph) -> Node | None:
     """
     if not graph.outputs or graph.is_layer or not _is_number(graph.outputs[0].array):
         return None
-    found = list(dict.fromkeys(_last_reductions(graph)))
-    if len(found) != 1 or found[0] is None:
+    node, *others = {*_last_reductions(graph)} or {None}
+    if node is None or node.reduction is None or others:
         return None
-    (node,) = found
-    adds = node.reduction is not None and node.reduction.adds
-    return node if adds and _is_number(node.outputs[0]) else None
+    return node if node.reduction.adds and _is_number(node.outputs[0]) else None
 
 
 def _last_reductions(graph: Graph) -> Iterator[Node | None]:

@@ -290,6 +290,7 @@ class Assignments:
             backward = cotangents[end - begin] + region.restored + max(cost.backward, apart)
             if states[end] != HOSTED and self._shares_cotangents(region, last):
                 backward -= facts.cotangent[end]
+            backward += region.at_once * passing[end - begin]  # which is still there
             needs.append(kept[end - begin] + max(backward, forward))
         return needs
 

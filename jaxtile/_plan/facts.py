@@ -41,6 +41,8 @@ class Facts:
         ]
         self.ends_with_clamp = [p.ends_with_clamp for p in parts]
         self.elementwise = [p.operation.kind == "elementwise" for p in parts]
+        self.loss: int | None = None
+        """The sum whose derivative is computed together with it, in tiles."""
         self._contract()
         self.asked = [bits([*self.inputs[k], *self.awaits[k]]) for k in range(self.n)]
         self.joints = self._joints()
@@ -80,6 +82,8 @@ class Facts:
                 continue
             if stands_for[k] == k:
                 kept.add(k)
+        if self.outline.loss is not None:
+            self.loss = stands_for[self.outline.loss]
         self.parts = sorted(kept)
         self.at = {k: n for n, k in enumerate(self.parts)}
         self.whole = {k for k in kept if self.tiled[k] and k not in self.outline.outputs}

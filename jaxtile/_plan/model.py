@@ -143,14 +143,15 @@ class Model:
         unread = (self.first_reader >= cut) & (self.held <= self.bytes)
         return np.where(unread | self.reduces, 0, self.forward)
 
-    def _in_tiles(self, cut: int, share: np.ndarray, tiles: Any) -> np.ndarray:
+    def _in_tiles(self, cut: int, share: np.ndarray, tiles: Any, again: bool = True) -> np.ndarray:
         """Seconds per operation, forwards, again and backwards, in all tiles of a stretch.
 
-        `share`: of its positions, per tile; the first axis is that of operations.
+        `share`: of its positions, per tile; the first axis is that of operations. `again`: or not.
         """
-        again, seconds = (self._again(cut) > 0) | self.ends_with_clamp, np.zeros_like(share)
+        often, seconds = (self._again(cut) > 0) | self.ends_with_clamp, np.zeros_like(share)
         for k, (forward, backward) in self.durations.items():
-            seconds[k] = (1 + again[k]) * forward.of(share[k]) + backward.of(share[k])
+            runs = 1 + (again and often[k])
+            seconds[k] = runs * forward.of(share[k]) + backward.of(share[k])
         return seconds * (share > 0) * tiles
 
     def _tiled(self, tables: Stretches, grids: Sequence[tuple[int, ...]]) -> None:
@@ -171,7 +172,11 @@ class Model:
             starts, share = np.array(tables.cuts[:b]), shares[:, b]
             loop = 2 * tiles * self.costs.loop
             upto = _cumulative(self._in_tiles(j, share, tiles))
-            seconds = upto[j] - upto[starts] + loop
+            if j == self.n and self.outline.loss is not None:  # differentiated when it is computed
+                once = _cumulative(self._in_tiles(j, share, tiles, again=False))
+                seconds = once[j] - once[starts] + loop / 2
+            else:
+                seconds = upto[j] - upto[starts] + loop
             for reduction, reader in waiting.items():
                 if reader < j:
                     inside = starts <= reduction

@@ -59,7 +59,7 @@ class RegionCosts:
         passing = tuple(i for i in region.reads if i in region.before)
         hosted = tuple(i for i in (*region.reads, *region.sources) if states[i] == HOSTED)
         state = states[region.end]
-        key = (region.mode, state, passing, hosted, region.own, region.before)
+        key = (region.mode, state, passing, hosted, region.own, region.before, region.at_once)
         if key not in self._costs:
             self._costs[key] = self._recomputed(region, passing, hosted, state)
         return self._costs[key]
@@ -87,7 +87,7 @@ class RegionCosts:
         return Cost(seconds, forward, max(held, tile.before), tile.first)
 
     def _tile(self, region: Region) -> Tile:
-        key = region.mode, region.own, region.before
+        key = region.mode, region.own, region.before, region.at_once
         if key not in self._tiles:
             self._tiles[key] = self._worked_out(region)
         return self._tiles[key]
@@ -112,9 +112,11 @@ class RegionCosts:
             started = tiles * self.costs.loop
             once, later = self._moved(region)
             first, again = first + started + once, again + started + later
+        if region.at_once:  # one loop, which computes everything once
+            first, again, last = 0.0, tiles * (forward + backward) + started + later, 0.0
         return Tile(
             share,
-            first=first if tiled_forward else sum(facts.forward[k] for k in own),
+            first=first if tiled_forward or region.at_once else sum(facts.forward[k] for k in own),
             again=again,
             last=tiles * last,
             forward=self._at_once(

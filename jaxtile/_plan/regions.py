@@ -41,6 +41,8 @@ class Region:
     """Other whole arrays that are read for that, in the backward pass."""
     restored: float = 0.0
     """Bytes that are restored for it."""
+    at_once: bool = False
+    """Does it lead to the loss, so that its tiles are differentiated when they are computed?"""
     cost: Cost = dataclasses.field(default=Cost(0.0, 0.0, 0.0))
 
 
@@ -85,8 +87,19 @@ class Regions:
         """
         return all(self.facts.by_position[i] for i in own[:-1]) and all(r < first for r in awaited)
 
+    def _mark_loss(self, regions: Sequence[Region], states: Sequence[int]) -> None:
+        """In tiles, the last region is differentiated when it is computed, if it leads to the loss.
+        Not if what it reads is run again with it, or lies in host memory.
+        """
+        for region in regions[-1:]:
+            grid = region.mode.grid
+            in_tiles = isinstance(grid, tuple) and math.prod(grid) > 1
+            elsewhere = any(states[i] in (RESTORED, HOSTED) for i in region.reads)
+            region.at_once = in_tiles and self.facts.loss in region.own and not elsewhere
+
     def grouped(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
         """What each region computes of its inputs, and what groups restore: seconds for that."""
+        self._mark_loss(regions, states)
         at = {r.end: n for n, r in enumerate(regions)}
         last = dict.fromkeys(range(len(regions)), -1)
         for n, region in enumerate(regions):
@@ -132,7 +145,7 @@ class Regions:
     def _passing(self, region: Region, kept: int) -> None:
         """What a region must compute before its own operations."""
         passing = [i for i in region.reads if not kept >> i & 1]
-        if passing and region.mode.grid is not None:
+        if passing and region.mode.grid is not None and not region.at_once:
             region.before, sources = self.reach(passing, kept)
             region.sources = tuple(i for i in sources if i not in region.reads)
 

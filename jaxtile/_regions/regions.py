@@ -65,8 +65,11 @@ class Running(NamedTuple):
     """On the host."""
 
 
+ON_ONE_DEVICE = Running()
+
+
 def schedule_of(
-    graph: Graph, stored: Storage, tiles: Tiles, rank: int, running: Running = Running()
+    graph: Graph, stored: Storage, tiles: Tiles, rank: int, running: Running = ON_ONE_DEVICE
 ) -> Schedule:
     """Regions that compute what is stored, on the given grids."""
     devices, skips, _ = running
@@ -88,7 +91,7 @@ def schedule_of(
 
     ordered = sorted([*steps, *regions], key=when)
     runs = list(together(ordered, stored))
-    if running == Running():
+    if running == ON_ONE_DEVICE:
         _mark_loss(graph, runs, stored)
     for run in runs:
         prepare(run, stored, order)

@@ -43,7 +43,8 @@ class AtOnce:
         one = jnp.ones(*self._type)
         cotangents: list[Array | None] = [None] * len(self.region.targets)
         cotangents[self.number] = as_varying_as(one, [*inputs, *globals_])
-        given = Given(cotangents, wanted, *([x] * len(inputs) for x in (None, False)))
+        n = len(inputs)
+        given = Given(cotangents, wanted, begun=[None] * n, hosted=[False] * n)
         (states, sums), remembered = loop.at_once(inputs, globals_, given)
         results, kept = loop.finished(states, remembered)
         return results, (kept, sums)
@@ -56,9 +57,7 @@ class AtOnce:
             return self.loop.backward(Saved(saved.inputs, saved.globals, kept), given)
         if factor is None:
             return given.begun, [None] * len(saved.globals)
-        of_inputs, of_globals = (
-            [_times(x, factor) for x in found] for found in sums
-        )
+        of_inputs, of_globals = ([_times(x, factor) for x in found] for found in sums)
         wanted_inputs, wanted_globals = given.wanted
         return (
             added(like(self.region.inputs, wanted_inputs, of_inputs), given.begun),

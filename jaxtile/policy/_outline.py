@@ -22,6 +22,7 @@ from types import EllipsisType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from .._graph.build import build_storing
+from .._graph.loss import loss_of
 from .._graph.operations import Operation, Operations, contract
 from .._graph.sample import Sample, sample_of, trained
 from .._graph.trace import Traced, trace
@@ -112,6 +113,8 @@ class Outline:
     """Number of tiled axes."""
     traced: Traced = dataclasses.field(repr=False, compare=False)
     """The function itself, for policies that compile it."""
+    loss: int | None = None
+    """The operation with the sum whose derivative is computed together with it, in tiles."""
 
     @property
     def fingerprint(self) -> str:
@@ -150,7 +153,9 @@ def outlined(traced: Traced) -> tuple[Outline, dict[str, Value], Graph]:
         for operation, end in zip(operations.operations, ends, strict=True)
     )
     outputs = frozenset(facts.index[v.array] for v in graph.outputs if v.array in facts.index)
-    found = Outline(operations, parts, outputs, traced.rank, traced)
+    loss = loss_of(graph)
+    summed = next((k for k, end in enumerate(ends) if loss in members[end]), None)
+    found = Outline(operations, parts, outputs, traced.rank, traced, summed)
     return found, {p.name: e.outputs[0] for p, e in zip(parts, ends, strict=True)}, graph
 
 
