@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from ..policy import Outline
 from .costs import Costs, Duration
 
 _COUNTS = [2, 3, 4, 6, 8, 12, 16]  # tiles along an axis
+_FEW = [1, 2, 3, 4]
 _THIN = 64  # positions along the first axis of a strip of the largest array
 _LARGE = 1024  # positions of a tile, along an axis: if so many are left, finer grids are tried too
 
@@ -86,6 +88,8 @@ def grids(outline: Outline) -> list[tuple[int, ...]]:
     finer = [n * 2**i for i in range(2, 9) for n in (5, 6, 7, 8)]
     counts = _COUNTS + [n for n in finer if n * _LARGE <= longest.max()]
     found += [grid(free, n) for n in counts]
+    # Where tiles are few, one more along one axis is a step between.
+    found += [(*grid(free, n)[:-1], *grid(free, m)[-1:]) for n, m in itertools.pairwise(_FEW)]
     return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]
 
 

@@ -196,11 +196,13 @@ class RegionCosts:
 
     def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
         """Per operation, the share of its positions that a tile computes: from the last to the
-        first, each asks for as many positions of what it reads as it needs.
+        first, each asks for as many positions of what it reads as it needs. Of two tiles each has a
+        halo on one side.
         """
         facts = self.facts
         grid, parts, inside = region.mode.grid, facts.outline.parts, set(everything)
         assert isinstance(grid, tuple)
+        sides = [0.5 if g == 2 else 1.0 for g in grid]
         wide: dict[int, list[float]] = {k: [0.0] * facts.rank for k in everything}
         for k in reversed(everything):
             lengths = parts[k].lengths
@@ -210,7 +212,8 @@ class RegionCosts:
             wide[k] = [min(a, n) for a, n in zip(wide[k], lengths, strict=True)]
             for i, line in facts.reads[k]:
                 if i in inside:
-                    need = [w * d.scale + d.halo for w, d in zip(wide[k], line, strict=True)]
+                    along = zip(wide[k], line, sides, strict=True)
+                    need = [w * d.scale + side * d.halo for w, d, side in along]
                     wide[i] = [max(a, b) for a, b in zip(wide[i], need, strict=True)]
         return {
             k: math.prod(
