@@ -40,6 +40,8 @@ class Network:
     tiles: Any
     policy: Any
     seed: int
+    loss: str = ""
+    """Does it return a loss: "alone", or "beside" the last result?"""
 
     @property
     def args(self):
@@ -55,6 +57,9 @@ class Network:
             new = _apply(layer, tensors, kernels[index])
             if min(new.shape[1:3]) >= 3:
                 tensors.append(checkpoint_name(new, f"layer{index}"))
+        if self.loss:
+            loss = jnp.sin(tensors[-1]).mean() + (kernels**2).mean() + x.sum() / x.size
+            return loss if self.loss == "alone" else (loss, tensors[-1])
         # Behind a normalisation some gradients cancel to rounding noise, which has no relative
         # error. The last output gives every gradient a part of order one to be compared with.
         return (
@@ -279,7 +284,8 @@ def networks(draw) -> Network:
             ]
         )
     )
-    network = Network(layers, shape, (1, 1), policy, draw(st.integers(0, 99)))
+    loss = draw(st.sampled_from(["", "", "alone", "alone", "beside"]))
+    network = Network(layers, shape, (1, 1), policy, draw(st.integers(0, 99)), loss)
     uses = _uses(network)
     # A grid must not be finer than the smallest stored value; a reduction's operand counts as one.
     maps = [network.shape, *(u.shape for u in uses if len(u.shape) == 4 and min(u.shape[1:3]) > 1)]
