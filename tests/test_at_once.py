@@ -132,7 +132,7 @@ def test_not_where_nothing_is_gained():
 @parametrize_few("tiles", [(3, 2), (13, 11), (5, 1), (1, 4)], always=2)
 @parametrize_few("save", [False, True])
 def test_gradients(fun, wanted, tiles, save):
-    """Where other results have cotangents after all, the backward pass computes the region again."""
+    """Where other results have cotangents after all, the backward pass runs the region again."""
     policy = jax.checkpoint_policies.save_only_these_names("last") if save else None
     options = {"argnums": wanted, "has_aux": fun is beside}
     got = jax.jit(jax.value_and_grad(tiled(fun, tiles, policy=policy), **options))(*ARGS)

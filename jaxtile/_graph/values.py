@@ -122,6 +122,12 @@ class Node:
         return rules.traits(self.equation.primitive).flat
 
     @property
+    def fuses(self) -> bool:
+        """Can a compiler compute this as part of what reads it?"""
+        traits = rules.traits(self.equation.primitive)
+        return traits.fuses or (self.tiled and self.rule.is_call)
+
+    @property
     def expensive(self) -> bool:
         known = rules.traits(self.equation.primitive)
         return known.works or known.kind == "reduction"

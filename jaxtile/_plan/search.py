@@ -1,11 +1,11 @@
 """The search behind `jaxtile.plan`: solve, compile, read the bytes, solve again.
 
 The solver finds the fastest schedule within an allowance of bytes, by a simple model of memory. The
-model is wrong, by a factor (XLA packs and fuses) and by a constant (libraries have scratch space);
-the compiler is right. So what the solver finds is compiled, without the parts of a compilation that
-take long (`jaxtile.compiled_bytes`), and its bytes correct the allowance. If a schedule of 4 GiB by
-the model takes 5 GiB compiled, and the budget is 4 GiB, the solver is asked for 3.2 GiB next.
-Trials that fit and trials that do not enclose the right allowance from both sides.
+model is wrong (XLA packs and fuses, libraries have scratch space); the compiler is right. So what
+the solver finds is compiled, without the parts of a compilation that take long
+(`jaxtile.compiled_bytes`), and its bytes correct the allowance. If a schedule of 4 GiB by the model
+takes 5 GiB compiled, and the budget is 4 GiB, the solver is asked for 3.2 GiB next. Trials that fit
+and trials that do not enclose the right allowance from both sides.
 
 At the end the best schedule is compiled as it will run, because that is what the budget is for. If
 autotuning made it larger, it counts as a trial that does not fit, and the search goes on.
@@ -47,6 +47,7 @@ _MORE_CANDIDATES = 12  # as long as none does
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
 _AIM = 0.985  # of the budget: where the next schedule should lie
 _WORTH = 0.01  # of the time: a gain that is worth compiling again
+_STEEP = 1.1  # times the time of what just does not fit: there is something between
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
 _IMPROVABLE = 2.0  # times another's estimated time: what takes longer is not searched further
@@ -143,9 +144,7 @@ class Search:
                 raise self._too_small(found.total)
 
     def _raced(self, chosen: Candidate) -> Plan:
-        """The fastest of a few schedules that fit, as they run; `chosen` alone, if the steps that
-        will be taken are too few for a comparison to pay.
-        """
+        """The fastest of a few schedules that fit, as they run; `chosen`, if steps are too few."""
         all_steps = self.terms.steps * chosen.seconds
         if self.tuning > COMPARING * all_steps:
             self.say(
@@ -183,9 +182,7 @@ class Search:
         return self._plan(best, self.trials[best], times.get(best))
 
     def _last_resorts(self) -> set[Candidate]:
-        """Schedules that are tried if nothing else fits: the smallest by the model; and plain JAX,
-        which can be smaller than every schedule that recomputes.
-        """
+        """Tried if nothing else fits: the smallest, and plain JAX, which can be smaller still."""
         return {self.smallest(), solved(self.model, self.tables, self.plain)}
 
     def _tried_enough(self) -> bool:
@@ -210,7 +207,8 @@ class Search:
         best = self._best()
         if best is not None:
             full = self.trials[best].total > _FULL * self.budget
-            if full or time.perf_counter() > self.began + self.terms.time_limit:
+            steep = best.seconds > _STEEP * min(c.seconds for c in self.trials)
+            if (full and not steep) or time.perf_counter() > self.began + self.terms.time_limit:
                 return None
         allowed = {kind: self._allowance(kind) for kind in _KINDS}
         most = format_bytes(self.fixed + max(allowed.values()))
@@ -227,9 +225,9 @@ class Search:
     def _allowance(self, kind: str) -> float:
         """Bytes of the model at which the compiled program should just fit.
 
-        Compiled bytes are taken to be in proportion to those of the model, as in the smallest trial
-        that does not fit, or else in the largest that does. The answer lies between these two. The
-        model errs differently in schedules of each kind, so each kind has its own trials.
+        They are taken to be in proportion, as in the smallest trial that does not fit, or else in
+        the largest that does. The answer lies between these two: in the middle, if by that
+        proportion it does not. The model errs differently in schedules of each kind.
         """
         wanted = self.budget - self.fixed
         trials = [
@@ -242,9 +240,10 @@ class Search:
         if not misfits:
             return max(fits[0] * _AIM * wanted / max(fits[1], 1), fits[0])
         x, y = min(misfits)
-        # Never so near to either end that nothing new is learnt.
-        margin = 0.02 * (x - fits[0])
-        return min(max(x * _AIM * wanted / y, fits[0] + margin), x - margin)
+        guess = x * _AIM * wanted / y
+        if fits[0] and guess <= fits[0]:  # what is too much is so for a moment only
+            return (fits[0] + x) / 2
+        return min(guess, x - 0.02 * (x - fits[0]))
 
     def _try(self, candidate: Candidate, as_it_runs: bool = False) -> None:
         """Compile a schedule and note its bytes, unless the function refuses one of its grids."""

@@ -24,6 +24,7 @@ from .tile import Column, Cut, Instruction, Scalars, Slot, TiledEquation, TilePl
 
 Arrays = Sequence[jax.Array]
 Known = tuple[int | None, ...]
+_AT_ONCE = 2  # arrays that are read to compute another
 RunStage = Callable[["Stage", Known, Arrays, Arrays], list[jax.Array]]
 
 
@@ -53,10 +54,14 @@ class Stage:
         there: Collection[Value],
         wanted: Collection[Value],
         differentiated: bool,
+        written: Collection[Value] = (),
     ):
-        """`there`: what a tile has before its first stage; `wanted`: what other stages read."""
+        """`there`: what a tile has before its first stage; `wanted`: what other stages read;
+        `written`: what a compiler may not compute as part of its readers.
+        """
         self.instructions, self.differentiated = instructions, differentiated
         made = dict.fromkeys(v for i in instructions for v in i.node.outputs)
+        self.written = {v for v in made if v in written}
         operands = [v for i in instructions for v in i.node.inputs]
         read = dict.fromkeys(v for v in operands if v.tiled or not v.array.concrete)
         known = [v for v in made if v in there]
@@ -75,7 +80,7 @@ class Stage:
         env = dict(zip(self.inputs, arrays, strict=True))
         row = dict(zip(self.columns, scalars, strict=True))
         with nullcontext() if self.differentiated else plainly("undifferentiated"):
-            evaluate(self.instructions, env, row)
+            evaluate(self.instructions, env, row, self.written)
         return [env[v] for v in self.outputs]
 
     @functools.cached_property
@@ -102,6 +107,7 @@ class Stage:
             self.differentiated,
             tuple(numbers[v] for v in self.inputs),
             tuple(numbers[v] for v in self.outputs),
+            frozenset(numbers[v] for v in self.written),
             tuple(
                 (
                     i.node.kind,
@@ -137,7 +143,8 @@ class Program:
         """`there`: what a tile has before; `wanted`: what is to be there at the end."""
         chosen = [i for i in plan.instructions if nodes is None or i.node in nodes]
         self.run_stage = run
-        self.steps = _stages(chosen, there, wanted, differentiated)
+        self.written = {*()} if differentiated else _written(chosen)
+        self.steps = _stages(chosen, there, wanted, differentiated, self.written)
 
     def run(self, env: dict[Value, jax.Array], row: Scalars) -> dict[Value, jax.Array]:
         """Extend `env` (windows of tiled inputs, whole global inputs) by what is wanted."""
@@ -149,7 +156,7 @@ class Program:
 
     def _run(self, step: Stage | Instruction, env: dict[Value, jax.Array], row: Scalars) -> None:
         if not isinstance(step, Stage):
-            return evaluate([step], env, row)
+            return evaluate([step], env, row, self.written)
         arrays = [lookup(env, v) for v in step.inputs]
         scalars = [row[k] for k in step.columns]
         known = tuple(k if isinstance(k, int) else None for k in scalars)
@@ -163,6 +170,7 @@ def _stages(
     there: Collection[Value],
     wanted: Collection[Value],
     differentiated: bool,
+    written: Collection[Value],
 ) -> Sequence[Stage | Instruction]:
     """The same instructions, in stages, if all of them are equations on windows."""
     equations = [i for i in instructions if isinstance(i, TiledEquation)]
@@ -173,6 +181,29 @@ def _stages(
         runs.setdefault(instruction.node.stage, []).append(instruction)
     found, wanted = [], {*wanted}
     for _, run in sorted(runs.items(), reverse=True):
-        found.append(Stage(run, there, wanted, differentiated))
+        found.append(Stage(run, there, wanted, differentiated, written))
         wanted.update(found[-1].inputs)
     return found[::-1]
+
+
+def _written(instructions: Sequence[Instruction]) -> set[Value]:
+    """What is to be an array of its own, so that no more than two others need be there for a third.
+
+    The ends of residual blocks are sums of sums. A compiler would add up the results of many
+    convolutions at once, and have all of them for that.
+    """
+    arrays: dict[Value, frozenset[Value]] = {}
+    written = set[Value]()
+    for instruction in instructions:
+        if not isinstance(instruction, TiledEquation):
+            continue
+        node = instruction.node
+        read = [v for v in node.inputs if v.tiled]
+        together = frozenset[Value]().union(*(arrays.get(v, {v}) for v in read))
+        if len(together) > _AT_ONCE:
+            written |= {v for v in read if len(arrays.get(v, ())) > 1}
+            arrays |= {v: frozenset({v}) for v in read}
+            together = frozenset(read)
+        for value in node.outputs:
+            arrays[value] = together if node.fuses else frozenset({value})
+    return written

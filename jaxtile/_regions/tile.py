@@ -12,7 +12,7 @@ where these tiles agree.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -270,13 +270,16 @@ def evaluate(
     instructions: Sequence[Instruction],
     env: dict[Value, jax.Array],
     scalars: Scalars,
+    written: Collection[Value] = (),
 ) -> None:
     """Extend `env` (windows of tiled inputs, whole global inputs) by what instructions compute.
 
-    What is there already is not replaced, only its derivative is that of its equation.
+    What is there already is not replaced, only its derivative is that of its equation. `written`:
+    what is to be an array, and not a part of what reads it.
     """
     for instruction in instructions:
         for value, x in instruction.run(env, scalars):
+            x = lax.optimization_barrier(x) if value in written else x
             env[value] = known(x, env[value]) if value in env else x
 
 

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """Is something there already?"""
 
 
-Found = tuple[list[Any], list[Any], Any]
+Found = tuple[Arrays, list[Any], Any]
 """Windows of inputs, those of the targets' cotangents, and what a reduction remembers."""
 
 
@@ -66,7 +66,8 @@ class Backwards(Work):
         )
 
     def read(self, carry: Sums, x: Any, fetched: tuple[Cotangents, Cotangents]) -> Found:
-        tile, row = self.tile, list(x[0])
+        tile = self.tile
+        row: Row = list(x[0])
         inputs, cotangents = (
             [x if w is None else None for x, w in zip(arrays, windows, strict=True)]
             for arrays, windows in zip(
@@ -75,11 +76,16 @@ class Backwards(Work):
         )
         for i, k in self.shared:
             cotangents[k] = carry[0][self.place[i]]
-        windows = filled(fetched[0], tile.windows(inputs, row))
+        windows: Arrays = filled(fetched[0], tile.windows(inputs, row))
+        if not tile.region.skips:
+            windows = self._with_passing(windows, row)
+            row = _late(row, select(windows, tile.region.passing))
         return windows, filled(fetched[1], tile.result_windows(cotangents, row)), x[1]
 
     def compute(self, found: Found, x: Any) -> Sums:
         tile, (windows, cotangents, remembered), row = self.tile, found, list(x[0])
+        if tile.region.skips:
+            windows = self._with_passing(windows, row)
         with jax.named_scope(RECOMPUTED):
             values, pull = tile.pullback(windows, self.saved.globals, self.given.wanted, row)
         kept, _ = self.saved.kept
@@ -91,6 +97,10 @@ class Backwards(Work):
             if cut is not None:
                 of_windows[self.place[i]] = cut(of_windows[self.place[i]], row)
         return of_windows, of_globals
+
+    def _with_passing(self, windows: Arrays, row: Row) -> Arrays:
+        with jax.named_scope(RECOMPUTED):
+            return self.tile.with_passing(windows, self.saved.globals, row)
 
     def put(self, carry: Sums, pulled: Sums, x: Any) -> tuple[Sums, None, list[Array]]:
         (sums, totals), waiting = put_in(carry, pulled, self.into, list(x[0]))
@@ -143,8 +153,9 @@ def put_in(carry: Sums, pulled: Sums, into: Sequence[Place], row: Row) -> tuple[
 
 
 def _late(row: Row, pulled: Arrays) -> Row:
-    """The same positions, but only once these cotangents exist. XLA reads the windows of sums apart
-    from where it adds to them; if it may, before it computes the tile, beside which they lie then.
+    """The same positions, but only once these arrays exist. XLA reads windows apart from where it
+    uses them; if it may, before it computes the tile, beside which they lie then. So do windows of
+    sums, and gradients of the tile's last operations, beside what computes passing inputs.
     """
     moving = {k: x for k, x in enumerate(row) if isinstance(x, jax.Array)}
     if on_early_cpu() or not moving or not pulled:

@@ -163,7 +163,6 @@ class Tile:
         self, windows: Arrays, globals_: Arrays, wanted: Wanted, row: Row
     ) -> tuple[list[list[Array]], Pullback]:
         """The operands of each target, and their pullback to what is wanted."""
-        windows = self._with_passing(windows, globals_, row)
         evaluate = functools.partial(self._evaluate, row=row)
         return pulled(evaluate, (windows, globals_), wanted)
 
@@ -171,11 +170,11 @@ class Tile:
         self, inputs: Arrays, globals_: Arrays, tangents: Tangents, row: Row
     ) -> tuple[list[list[Array]], list[list[Array]]]:
         """The operands of each target, and their tangents; `inputs` and `tangents` are whole."""
-        windows = self._with_passing(self.windows(inputs, row), globals_, row)
+        windows = self.with_passing(self.windows(inputs, row), globals_, row)
         moving = self.windows(tangents[0], row), tangents[1]
         return pushed(functools.partial(self._evaluate, row=row), (windows, globals_), moving)
 
-    def _with_passing(self, windows: Arrays, globals_: Arrays, row: Row) -> Arrays:
+    def with_passing(self, windows: Arrays, globals_: Arrays, row: Row) -> Arrays:
         """The windows, and those of inputs that are passing computed again."""
         if not self.region.before:
             return windows

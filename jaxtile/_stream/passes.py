@@ -297,7 +297,7 @@ class Pass:
         """The cotangents of the wanted inputs' windows, and of the wanted globals."""
         row, tile = list(row), self.back
         (tiles, given), (arrays, globals_, cotangents, states) = windows, whole
-        inputs = filled(tiles, tile.windows(arrays, row))
+        inputs = tile.with_passing(filled(tiles, tile.windows(arrays, row)), globals_, row)
         given = added(given, tile.result_windows(cotangents, row))
         given = [
             None if c is None else c.astype(t.result.aval.dtype)

@@ -112,11 +112,6 @@ def _size(length: int) -> int:
     return 1 << max(0, (length // 8).bit_length() - 1)
 
 
-def fuses(node: Node) -> bool:
-    """Can a compiler compute this as part of what reads it?"""
-    return traits(node.equation.primitive).fuses or (node.tiled and node.rule.is_call)
-
-
 def works(node: Node) -> bool:
     """Is it worth storing what it computes?"""
     return traits(node.equation.primitive).works

@@ -29,7 +29,7 @@ from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Place, Storage, Value
 from .._regions.grid import Grid, GridSpec
 from .._rules import traits
-from ._demands import Demands, Probe, fuses, works
+from ._demands import Demands, Probe, works
 
 
 class Choice(NamedTuple):
@@ -204,7 +204,7 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         held_bytes=sum(v.bytes for v in results if v in facts.held),
         made_bytes=sum(v.bytes for v in results if v in facts.made),
         clamps={n.equation.primitive.name for n in nodes} - {"name"} == {"clamp_by_result"},
-        ends_with_clamp=end.outputs[0].clamp in nodes and any(not fuses(n) for n in nodes),
+        ends_with_clamp=end.outputs[0].clamp in nodes and any(not n.fuses for n in nodes),
         differentiable=end.outputs[0] in facts.trained,
         sample=sample_of(nodes, facts.trained),
         probe=lambda: probe.demands(facts.probes),
@@ -240,7 +240,7 @@ def _arrays(graph: Graph) -> tuple[frozenset[Value], frozenset[Value]]:
         for value in node.outputs:
             origin = node.inputs[0].array if known.view else value
             source[value] = source.get(origin, origin)
-        if node.tiled and not fuses(node):
+        if node.tiled and not node.fuses:
             made += node.outputs
             read += [v.array for v in node.inputs if known.kind != "reduction"]
     held = {source.get(v, v) for v in read}
@@ -258,7 +258,7 @@ def _needs_operand(
 ) -> bool:
     """Does a derivative need what this equation reads, or what is computed from that alone?"""
     known = traits(node.equation.primitive)
-    if not node.tiled or not fuses(node):
+    if not node.tiled or not node.fuses:
         return known.linear != "sum"
     asks_result = known.reads_result and len(node.inputs) == 1
     if not known.forgets and not asks_result:
@@ -276,7 +276,7 @@ def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
             (reader,) = graph.readers[value]
             if reader.equation.primitive.name == "name":
                 return True
-            if not fuses(reader) or len(reader.outputs) != 1:
+            if not reader.fuses or len(reader.outputs) != 1:
                 return False
             if reader.outputs[0].tiled and not value.tiled:
                 return False  # a reduction must not be hidden inside an operation that awaits it
