@@ -121,7 +121,8 @@ def test_exact(name, remat):
     assert_close(results(tiled, ARGUMENTS), plain_results(network, ARGUMENTS))
 
 
-@parametrize_few("seed", range(10))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
 def test_random_layers(seed):
     chance = random.Random(seed)
     for _ in range(3):

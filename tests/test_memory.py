@@ -31,6 +31,7 @@ def tiled(tiles, **options):
     return jaxtile.checkpoint(network, in_axes=(None, (1, 2)), tiles=tiles, **options)
 
 
+@pytest.mark.slow
 def test_eight_convolutions_hold_one_tile():
     plain = compiled(network, 512).memory_analysis().temp_size_in_bytes
     ours = compiled(tiled((8, 8)), 512).memory_analysis().temp_size_in_bytes

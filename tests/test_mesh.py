@@ -276,6 +276,7 @@ def test_data_parallel_training():
     assert_close(train(tiled), train(loss_of), 1e-11)
 
 
+@pytest.mark.slow
 def test_some_axes_of_a_mesh():
     """One tiled axis stays on each device, and one mesh axis is not used."""
     mesh = devices(2, 2, 2, names=("other", "rows", "cols"))
@@ -284,6 +285,7 @@ def test_some_axes_of_a_mesh():
     assert_close(results(tiled, inputs(network, UNEVEN)), plain(network, UNEVEN))
 
 
+@pytest.mark.slow
 def test_vmap_and_second_derivatives():
     def fun(w, x):
         return jnp.sum(jnp.sin(conv(jnp.tanh(conv(x, w)), w)))

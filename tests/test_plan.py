@@ -175,6 +175,7 @@ def test_a_function_that_is_part_of_its_readers_has_a_plan():
     assert "1.00x plain" in str(found)
 
 
+@pytest.mark.slow
 def test_by_name():
     """`budget:` compiles when it is applied, and keeps its promise too."""
     budget = int(0.5 * plain_bytes(network))

@@ -147,6 +147,7 @@ def test_a_plan_is_made_outside():
     assert_close(data_parallel(tiled), plain(network))
 
 
+@pytest.mark.slow
 def test_weights_that_differ_between_devices():
     tiled = jaxtile.checkpoint(network, **TILED)
     assert_close(data_parallel(tiled, weights_vary=True), data_parallel(network, weights_vary=True))

@@ -17,7 +17,7 @@ from experiments.measuring.problems import classifier, problem, shape_of
 from experiments.measuring.third_party import NETWORKS, of_haiku, of_linen
 from experiments.program.config import ConfigError
 
-from .support import assert_close
+from .support import assert_close, parametrize_few
 
 WEIGHTS = {"haiku_resnet50": 25_557_032, "convnext": 28_589_128}
 BLOCKS = {"haiku_resnet50": 16, "convnext": 18}
@@ -87,7 +87,7 @@ def test_the_reference_is_the_published_network(name):
     assert new == state
 
 
-@pytest.mark.parametrize("name", NETWORKS)
+@parametrize_few("name", sorted(NETWORKS))
 def test_jax_checkpoint_saves_the_inputs_of_blocks(name, capsys):
     found = problem(name, (1, 32, 32, 3), jnp.bfloat16, abstract=True)
     loss, arguments = baselines.applied("jax_blocks", name, found)

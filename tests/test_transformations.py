@@ -105,6 +105,7 @@ def test_a_scan_around_a_tiled_layer_does_not_grow_with_depth():
     assert lines(3) == lines(100)
 
 
+@pytest.mark.slow
 def test_inside_a_larger_model_and_twice():
     def model(f):
         return lambda p, x: conv(f(p, jnp.cos(conv(f(p, x), p[0]))), p[1]).mean() + f(p, x).sum()
