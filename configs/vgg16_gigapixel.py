@@ -2,10 +2,10 @@
 
     python -m experiments.train --config=configs/vgg16_gigapixel.py --workdir=runs/vgg16_gigapixel
 
-Expect, on an H200 with jax 0.11.2: the first step after 101 s, of which the compiler tries
-algorithms for 48, once per workdir; a step in 22.0 GiB and 5.7 s, 188 megapixels/s, without waiting
-for data; all of it in seven and a half minutes. The loss falls from 2.4 to 0.27. The accuracy on
-three held-out images is 0.92 and the mean IoU 0.86; a guess has an accuracy of 0.17.
+Expect, on an H200 with jax 0.11.2: the first step after 80 s, of which the compiler tries
+algorithms for 54, once per workdir; a step in 8.5 GiB and 4.8 s, 225 megapixels/s, without waiting
+for data; all of it in about seven minutes. The loss falls from 2.4 to 0.27. The accuracy on three
+held-out images is 0.92 and the mean IoU 0.86 (when a step took 5.7 s); a guess has 0.17.
 
 A class for each of a million positions of `pool5` teaches more in a step than one class for an
 image: with one, 50 steps are not enough for textures of any size. In small, on a CPU, these 50
