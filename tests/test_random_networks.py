@@ -25,7 +25,9 @@ _SETTINGS = {
 def check(network: Network) -> None:
     """To 1e-12. A network may be so ill-conditioned that arguments one rounding away change plain
     JAX's own gradients by more: then to four times that, and to 1e-9, since where a maximum's place
-    hangs on the last bit, such a change says nothing.
+    hangs on the last bit, such a change says nothing. Nor can anything be said where plain JAX has
+    other gradients, or none, under `jit`: those behind the norm of what is constant but for
+    rounding.
     """
     hypothesis.note(repr(network))
     options = {"in_axes": (None, (1, 2)), "tiles": network.tiles, "policy": network.policy}
@@ -34,12 +36,23 @@ def check(network: Network) -> None:
     except AssertionError:
         got = results(jaxtile.checkpoint(network, **options), network.args)
         want = results(network, network.args, jit=False)
+        if not _close(results(network, network.args), want):
+            hypothesis.event("plain JAX differs from itself")
+            return
         assert_close(got, want, 1e-9)
         rounded = [results(network, nudged(network.args, seed), jit=False) for seed in range(3)]
         if not all(map(within, *map(jax.tree.leaves, (got, want, *rounded)))):
             raise
         hypothesis.event("ill-conditioned")
     jax.clear_caches()
+
+
+def _close(got, want) -> bool:
+    try:
+        assert_close(got, want, 1e-9)
+    except AssertionError:
+        return False
+    return True
 
 
 @settings(max_examples=2, **_SETTINGS)
