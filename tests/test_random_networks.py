@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import jaxtile
 
-from .random_networks import Network, in_strips, networks
+from .random_networks import Network, RandomPolicy, in_strips, networks
 from .random_rules import nudged, within
 from .support import assert_close, assert_same, results
 
@@ -59,6 +59,23 @@ def _close(got, want) -> bool:
 @hypothesis.given(networks())
 def test_random_network(network):
     check(network)
+
+
+def test_a_maximum_of_what_is_computed_twice():
+    """A compiler may round it in two ways, and then no element equals the maximum."""
+    layers = (
+        ("layers", ("conv", 5, 1, 1, "SAME", 2, 0.5), ("dense",)),
+        ("instance_norm",),
+        ("crop_at_run_time", 2),
+        ("crop",),
+        ("update", 4, 0),
+        ("transposed", 4, 3),
+        ("row_norm",),
+        ("conv", 2, 2, 3, ((1, 1), (0, 2)), 1, -0.051628950485096636),
+    )
+    network = Network(layers, (2, 5, 20, 2), "whole", RandomPolicy(464), 80)
+    options = {"in_axes": (None, (1, 2)), "tiles": network.tiles, "policy": network.policy}
+    assert_same(network, *network.args, **options)
 
 
 @pytest.mark.slow

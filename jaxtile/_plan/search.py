@@ -4,11 +4,8 @@ The solver finds the fastest schedule within an allowance of bytes, by a simple 
 model is wrong (XLA packs and fuses, libraries have scratch space); the compiler is right. So what
 the solver finds is compiled, without the parts of a compilation that take long
 (`jaxtile.compiled_bytes`), and its bytes correct the allowance. If a schedule of 4 GiB by the model
-takes 5 GiB compiled, and the budget is 4 GiB, the solver is asked for 3.2 GiB next. Trials that fit
-and trials that do not enclose the right allowance from both sides.
-
-At the end the best schedule is compiled as it will run, because that is what the budget is for. If
-autotuning made it larger, it counts as a trial that does not fit, and the search goes on.
+takes 5 GiB compiled, and the budget is 4 GiB, the solver is asked for 3.2 GiB next. The best one is
+compiled as it will run. If autotuning made it larger, it counts as one that does not fit.
 
 Limits: a few schedules are compiled, not all; a faster one that fits may be missed.
 """
@@ -51,6 +48,7 @@ _STEEP = 1.1  # times the time of what just does not fit: there is something bet
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
 _IMPROVABLE = 2.0  # times another's estimated time: what takes longer is not searched further
+_SLOW = 1.5  # times plain's time: worth a second search
 _SHARES = (0.9, 1.0)  # of the room: from what is found for less, the search may get further
 _KINDS = ("solver", "descent")  # of schedules, by where they come from
 
@@ -313,6 +311,9 @@ class Search:
         known = [self.costs.estimate(a).seconds for a in (*begun, within) if a is not None]
         if best is None or min(known, default=math.inf) < _IMPROVABLE * limit:
             other = self.descent.fastest(allowed["descent"], begun, within)
+            if other is not None and other.seconds > _SLOW * self.plain.seconds:
+                for share in _SHARES:
+                    other = self.descent.fastest(share * allowed["descent"], begun) or other
             best = other if other is not None and other.seconds < limit else best
         found += [] if best is None else [assigned(self.costs, best.assignment)]
         return list(dict.fromkeys(found))

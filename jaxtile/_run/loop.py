@@ -6,8 +6,9 @@ backward loop reads the same windows, recomputes the tile, takes this tile's sha
 cotangents, pulls it back through the tile, and adds the result into place. Each element of a target
 belongs to one tile, so nothing is counted twice.
 
-`Loop.forward` and `Loop.backward` are called by `recompute`, `Loop.at_once` for a loss. The steps of a loop for a tile are in
-`forwards` and `backwards`, what they have in common in `tile`, and the order of tiles in `scans`.
+`Loop.forward` and `Loop.backward` are called by `recompute`, `Loop.at_once` for a loss. The steps
+of a loop for a tile are in `forwards` and `backwards`, what they have in common in `tile`, and the
+order of tiles in `scans`.
 
 The sum of the cotangents of a stored array is one array of its size, however many regions read it:
 each adds to what the others have begun. Where every tile reads its own part of an input, and writes

@@ -85,6 +85,16 @@ class Whole:
         return evaluated
 
 
+def _computed(node: Node, operands: Arrays) -> Sequence[Array]:
+    """The results of an equation. The gradient of a maximum goes to the elements that equal it. XLA
+    may compute these once for the maximum and once for the comparison, and round in two ways; then
+    none of them does, and the gradient is 0 / 0. So they are arrays first.
+    """
+    if node.reduction is not None and not node.reduction.adds:
+        operands = settled(operands)
+    return node.equation.bind(*operands)
+
+
 def _added_into(begun: Array, cotangent: Array) -> Array:
     """The sum, in the place of what was begun. On a GPU, XLA adds results of libraries to a third
     array, but for loops.
@@ -141,7 +151,7 @@ def evaluate(region: Region, env: dict[Value, Any], statistics: Statistics) -> l
     return [
         read(t.result)
         if t.reduction is None or t.result in env
-        else t.reduction.equation.bind(*map(read, t.operands))[0]
+        else _computed(t.reduction, [read(v) for v in t.operands])[0]
         for t in region.targets
     ]
 
@@ -161,7 +171,7 @@ def _apply(
             if node.forgets_operand and result is not None:
                 env[node.outputs[0]] = clamped(node.equation.params, operands[0], result)
                 continue
-            results = node.equation.bind(*operands)
+            results = _computed(node, operands)
             for value, x in zip(node.outputs, results, strict=True):
                 env[value] = known(x, statistics[value]) if value in statistics else x
     return read
