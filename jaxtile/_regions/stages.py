@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import jax
+from jax import lax
 
 from .._graph.values import Node, Value
 from .._rules.plainly import plainly
@@ -25,6 +27,7 @@ from .tile import Column, Cut, Instruction, Scalars, Slot, TiledEquation, TilePl
 Arrays = Sequence[jax.Array]
 Known = tuple[int | None, ...]
 _AT_ONCE = 2  # arrays that are read to compute another
+_SMALL = 2**16  # bytes
 RunStage = Callable[["Stage", Known, Arrays, Arrays], list[jax.Array]]
 
 
@@ -144,14 +147,23 @@ class Program:
         chosen = [i for i in plan.instructions if nodes is None or i.node in nodes]
         self.run_stage = run
         self.written = {*()} if differentiated else _written(chosen)
-        self.steps = _stages(chosen, there, wanted, differentiated, self.written)
+        self.parts: list[_Part] = []
+        for own in reversed(_parts(chosen, self.written)):
+            steps = _stages(own, there, wanted, differentiated, self.written)
+            self.parts.insert(0, _Part(own, steps))
+            wanted = {*wanted, *(v for i in own if i.node is not None for v in i.node.inputs)}
 
     def run(self, env: dict[Value, jax.Array], row: Scalars) -> dict[Value, jax.Array]:
         """Extend `env` (windows of tiled inputs, whole global inputs) by what is wanted."""
         # JAX sets the mesh, even if there is none, while it transposes, and would trace all again.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
-            for step in self.steps:
-                self._run(step, env, row)
+            for k, part in enumerate(self.parts):
+                late = part.after(self.parts[k - 1], env) if k else {}
+                kept = {v: env[v] for v in late}
+                env |= late
+                for step in part.steps:
+                    self._run(step, env, row)
+                env |= kept
         return env
 
     def _run(self, step: Stage | Instruction, env: dict[Value, jax.Array], row: Scalars) -> None:
@@ -163,6 +175,36 @@ class Program:
         others = [k for k in scalars if not isinstance(k, int)]
         results = self.run_stage(step, known, arrays, others)
         env.update(zip(step.outputs, results, strict=True))
+
+
+class _Part(NamedTuple):
+    """Of a program: up to a value that is written, and its steps."""
+
+    instructions: Sequence[Instruction]
+    steps: Sequence[Stage | Instruction]
+
+    def after(self, part: _Part, env: Mapping[Value, jax.Array]) -> dict[Value, jax.Array]:
+        """The small globals that it reads, or else all of them, but only once another part is done.
+        A compiler would run convolutions first that wait for nothing, and hold all their results.
+        """
+        last = part.instructions[-1].node
+        assert last is not None
+        read = {v: env[v] for i in self.instructions if i.node for v in i.node.inputs if v in env}
+        mine = {v: x for v, x in read.items() if not v.tiled and not v.concrete}
+        small = {v: x for v, x in mine.items() if x.nbytes <= _SMALL} or mine
+        there = [env[v] for v in last.outputs if v in env]
+        arrays, _ = lax.optimization_barrier((list(small.values()), there))
+        return dict(zip(small, arrays, strict=True))
+
+
+def _parts(instructions: Sequence[Instruction], written: set[Value]) -> list[list[Instruction]]:
+    """Each but the last ends where something is written."""
+    parts: list[list[Instruction]] = [[]]
+    for instruction in instructions:
+        parts[-1].append(instruction)
+        if isinstance(instruction, TiledEquation) and written & {*instruction.node.outputs}:
+            parts.append([])
+    return [part for part in parts if part]
 
 
 def _stages(
