@@ -16,14 +16,23 @@ AXES = (None, (1, 2))
 LAYERS = 3
 
 
-def loss(kernels, image):
+def scores(kernels, image):
     for kernel in kernels:
         image = jnp.tanh(
             jax.lax.conv_general_dilated(
                 image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
             )
         )
-    return jnp.mean(image**2)
+    return image
+
+
+def loss(kernels, image):
+    """One sum: in tiles, both passes are one loop, and nothing is computed again."""
+    return jnp.mean(scores(kernels, image) ** 2)
+
+
+def pooled(kernels, image):
+    return jnp.sum(jnp.mean(scores(kernels, image), (0, 1, 2)) ** 2)
 
 
 def arguments():
@@ -32,8 +41,9 @@ def arguments():
     return kernels, jnp.ones((1, 32, 32, 4), jnp.float32)
 
 
-def compiled(policy):
-    fun = loss if policy is None else jaxtile.checkpoint(loss, in_axes=AXES, policy=policy)
+def compiled(policy, fun=loss):
+    if policy is not None:
+        fun = jaxtile.checkpoint(fun, in_axes=AXES, policy=policy)
 
     def step(kernels, image):
         value, gradients = jax.value_and_grad(fun)(kernels, image)
@@ -53,30 +63,29 @@ def traced(program, folder, steps=2):
 
 
 # How often a convolution runs in a step: of the first layer there is no gradient of the image.
-TIMES = {
-    None: {"forward": LAYERS, "backward": 2 * LAYERS - 1},
-    "recompute_all": {"forward": LAYERS, "recomputed": LAYERS, "backward": 2 * LAYERS - 1},
-    "tiled:2x2": {
-        "forward": 4 * LAYERS,
-        "recomputed": 4 * LAYERS,
-        "backward": 4 * (2 * LAYERS - 1),
-    },
-}
+PLAIN = {"forward": LAYERS, "backward": 2 * LAYERS - 1}
+TILES = {name: 4 * times for name, times in PLAIN.items()}
+TIMES = [
+    (loss, None, PLAIN),
+    (loss, "recompute_all", {**PLAIN, "recomputed": LAYERS}),
+    (loss, "tiled:2x2", TILES),
+    (pooled, "tiled:2x2", {**TILES, "recomputed": 4 * LAYERS}),
+]
 
 
-@pytest.mark.parametrize("text", list(TIMES))
-def test_convolutions_are_found_in_their_regions(tmp_path, text):
+@pytest.mark.parametrize(("fun", "text", "times"), TIMES)
+def test_convolutions_are_found_in_their_regions(tmp_path, fun, text, times):
     policy = None if text is None else policies.resolve(text)
-    program = compiled(policy)
+    program = compiled(policy, fun)
     traced(program, tmp_path)
     steps, events = profile.read(tmp_path, program.as_text())
     assert len(steps) == 2
     found = collections.Counter(e.region for e in events if "conv" in e.computes)
-    assert {name: count / 2 for name, count in found.items()} == TIMES[text]
+    assert {name: count / 2 for name, count in found.items()} == times
     assert any(e.region == "update" for e in events)
     assert all(a <= e.start < b for e in events[:1] for a, b in steps[:1])
 
-    outline = jaxtile.policy.outline(loss, *arguments(), in_axes=AXES)
+    outline = jaxtile.policy.outline(fun, *arguments(), in_axes=AXES)
     expected = profile.predicted(outline, policy)
     assert expected["forward"] > 0
     assert expected["backward"] > expected["forward"]

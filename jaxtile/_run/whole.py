@@ -27,7 +27,7 @@ from .arrays import (
     pushed,
     select,
 )
-from .ordering import after, settled
+from .ordering import after, one_array, settled
 from .recompute import RECOMPUTED, Given, Saved
 
 Statistics = Mapping[Value, Array]
@@ -91,7 +91,7 @@ def _computed(node: Node, operands: Arrays) -> Sequence[Array]:
     none of them does, and the gradient is 0 / 0. So they are arrays first.
     """
     if node.reduction is not None and not node.reduction.adds:
-        operands = settled(operands)
+        operands = list(map(one_array, operands))
     return node.equation.bind(*operands)
 
 
