@@ -179,6 +179,24 @@ def test_second_derivatives(fun):
     assert_close(got, jax.grad(functools.partial(inner, fun), (0, 1))(*ARGS[:2]))
 
 
+def test_not_in_float16():
+    """Gradients of 1e-8 are zero in float16, unless the loss is scaled before they are computed."""
+
+    def loss(kernel, image):
+        return jnp.mean(conv(image, kernel).astype("float32") * 1e-7)
+
+    kernel, image = jnp.full((1, 1, 1, 1), 2, jnp.float16), jnp.ones((1, 8, 8, 1), jnp.float16)
+    tiled = jaxtile.checkpoint(loss, in_axes=(None, (1, 2)), tiles=(2, 2))
+    assert not any(r.at_once for r in tiled.explain(kernel, image).regions)
+
+    def scaled(run, kernel):
+        return 2.0**18 * run(kernel, image)
+
+    got, want = (jax.grad(functools.partial(scaled, run))(kernel) for run in (tiled, loss))
+    assert float(want.reshape(())) == pytest.approx(2**18 * 1e-7, rel=1e-3)
+    assert float(got.reshape(())) == pytest.approx(2**18 * 1e-7, rel=1e-3)
+
+
 def test_in_narrow_types():
     """The gradients are added up in float32, and multiplied there: each has one rounding."""
     args = jax.tree.map(lambda x: x.astype(jnp.bfloat16), ARGS)

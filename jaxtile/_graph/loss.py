@@ -6,7 +6,8 @@ itself is. So a tile can be differentiated as soon as it is computed, and need n
 again.
 
 A function of several sums (a Dice loss) or of a vector of them (a global pool, and then a dense
-layer) has more than one factor, and has to wait for all tiles.
+layer) has more than one factor, and has to wait for all tiles. So has one of float16: its users
+scale the loss to keep gradients within the range of that type, and the factor would come too late.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ def loss_of(graph: Graph) -> Node | None:
     if there are several. Sums of labels and of masks alone do not count.
     """
     if not graph.outputs or graph.is_layer or not _is_number(graph.outputs[0].array):
+        return None
+    if any(v.aval.dtype == jnp.float16 for node in graph.nodes for v in node.outputs):
         return None
     node, *others = {*_last_reductions(graph)} or {None}
     if node is None or node.reduction is None or others:
