@@ -119,6 +119,15 @@ def test_too_small_a_budget_names_the_smallest_that_works():
         plan(short, least - 1000)
 
 
+def test_nothing_is_searched_for_within_less_than_the_arguments():
+    """Only what every search tries last is compiled, to name a budget that works."""
+    lines = []
+    with pytest.raises(policies.BudgetError) as raised:
+        policies.plan(short, WEIGHTS, IMAGE, in_axes=AXES, budget="1kB", progress=lines.append)
+    assert not any("looking for" in line for line in lines)
+    assert plan(short, raised.value.smallest).measured_bytes <= raised.value.smallest
+
+
 def test_progress_is_told():
     found, before, after = told(network, int(0.6 * plain_bytes(network)))
     assert all("estimated" in line and "compiling" in line for line in before)

@@ -113,7 +113,7 @@ class Search:
         transfers run. If there are strips, results wait in host memory with these only.
         """
         self.grids = grids
-        self._smallest: Candidate | None = None
+        self._smallest: list[Candidate] = []
         self.tables, self.spans = self.model.stretches(grids[0]), Spans(self.costs, grids[0])
         self._descend()
 
@@ -126,11 +126,11 @@ class Search:
         while True:
             while not self._tried_enough() and (candidate := self._next()) is not None:
                 self._try(candidate)
-            while self._best() is None and (left := self._last_resorts() - self.trials.keys()):
+            while self._best() is None and (left := {*self._last_resorts()} - {*self.trials}):
                 self._try(min(left, key=lambda c: c.peak))
             fits = self._best()
-            # If nothing fits, what the error names as the smallest budget must be true as well.
-            chosen = fits or min(self.trials, key=self._size)
+            # The budget that an error names must work: every search tries these.
+            chosen = fits or min(self._last_resorts(), key=self._size)
             if self.terms.platform is None:
                 self._try(chosen, as_it_runs=True)
             else:
@@ -179,13 +179,13 @@ class Search:
         self.say(f"plan: compared {len(times)} in {time.perf_counter() - began:.1f} s")
         return self._plan(best, self.trials[best], times.get(best))
 
-    def _last_resorts(self) -> set[Candidate]:
-        """Tried if nothing else fits: the smallest, and plain JAX, which can be smaller still."""
-        return {self.smallest(), solved(self.model, self.tables, self.plain)}
+    def _last_resorts(self) -> list[Candidate]:
+        """Tried if nothing else fits: the smallest, and plain JAX, which can be smaller yet."""
+        return [*self.smallest(), solved(self.model, self.tables, self.plain)]
 
     def _tried_enough(self) -> bool:
         most = _MORE_CANDIDATES if self._best() is None else _CANDIDATES
-        return len(self.trials) >= most
+        return len(self.trials) >= most or self.fixed >= self.budget
 
     def _best(self) -> Candidate | None:
         """The fastest schedule that was found to fit."""
@@ -212,7 +212,7 @@ class Search:
         most = format_bytes(self.fixed + max(allowed.values()))
         self.say(f"plan: looking for a schedule of {most}")
         found = [c for c in self.candidates(allowed) if c not in self.trials]
-        candidate = min(found, key=self._rank) if found else self.smallest()
+        candidate = min(found, key=self._rank) if found else self.smallest()[0]
         slower = best is not None and candidate.seconds > (1 - _WORTH) * best.seconds
         return None if slower or candidate in self.trials else candidate
 
@@ -318,12 +318,13 @@ class Search:
         found += [] if best is None else [assigned(self.costs, best.assignment)]
         return list(dict.fromkeys(found))
 
-    def smallest(self) -> Candidate:
-        if self._smallest is None:
-            descents = [d for d in (self.descent, self.strips) if d is not None]
+    def smallest(self) -> list[Candidate]:
+        """By the estimate, the smallest of each kind, and the smallest of these first."""
+        if not self._smallest:
+            descents = filter(None, (self.descent, self.strips))
             found = [assigned(self.costs, d.smallest().assignment) for d in descents]
             found.append(solved(self.model, self.tables, smallest(self.tables)))
-            self._smallest = min(found, key=lambda c: c.peak)
+            self._smallest = sorted(found, key=lambda c: c.peak)
         return self._smallest
 
     def _plan(
@@ -366,5 +367,4 @@ def _size(aval: Any) -> int:
 
 
 def _stages(candidate: Candidate) -> str:
-    number = len(candidate.stages)
-    return "1 stage" if number == 1 else f"{number} stages"
+    return "1 stage" if len(candidate.stages) == 1 else f"{len(candidate.stages)} stages"
