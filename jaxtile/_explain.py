@@ -37,21 +37,21 @@ from ._rules.shape import local_shape
 from ._run.repeats import Repeats
 
 
-def report(plan: Schedule, traced: Traced) -> Explanation:
+def report(schedule: Schedule, traced: Traced) -> Explanation:
     """The explanation of a schedule."""
-    return _report(plan, Repeats(plan)(traced.arguments))
+    return _report(schedule, Repeats(schedule)(traced.arguments))
 
 
-def _report(plan: Schedule, skipped: Mapping[int, int]) -> Explanation:
-    costs = fused(plan.graph.nodes)
+def _report(schedule: Schedule, skipped: Mapping[int, int]) -> Explanation:
+    costs = fused(schedule.graph.nodes)
     regions = tuple(
-        dataclasses.replace(_region(r, costs, plan.stored), skipped=skipped.get(r.index, 0))
-        for r in plan.regions
+        dataclasses.replace(_region(r, costs, schedule.stored), skipped=skipped.get(r.index, 0))
+        for r in schedule.regions
     )
-    inside = {n for r in plan.regions for n in r.nodes} | {
-        t.reduction for r in plan.regions for t in r.targets if t.reduction
+    inside = {n for r in schedule.regions for n in r.nodes} | {
+        t.reduction for r in schedule.regions for t in r.targets if t.reduction
     }
-    outside = [n for n in plan.flat if isinstance(n, Node) and n not in inside]
+    outside = [n for n in schedule.flat if isinstance(n, Node) and n not in inside]
     layers = tuple(
         LayersReport(_line(n), n.layers.length, _report(n.layers.body.schedule, {}))
         for n in outside

@@ -95,7 +95,7 @@ class RegionReport:
 
 @dataclasses.dataclass(frozen=True)
 class WholeReport:
-    """A function with a derivative rule that is not proved to be right in tiles."""
+    """An equation that runs once, on whole arrays, although it reads tiled values."""
 
     op: str
     where: str

@@ -17,7 +17,7 @@ from ._graph.static import shown
 from ._graph.trace import Traced, inside, only_arrays, trace
 from ._graph.values import Graph, Storage
 from ._layered import layered
-from ._mesh.devices import Devices, automatic, devices_of
+from ._mesh.devices import Devices, devices_of, without_shardings
 from ._regions.grid import Grid, GridSpec, Tiles
 from ._regions.regions import Running, Schedule, schedule_of
 from ._run.execute import execute
@@ -90,7 +90,7 @@ def tiled(fun: Callable[..., Any], options: Options) -> Callable[..., Any]:
             with inside(True):
                 return fun(*args, **kwargs)
 
-        results = automatic(run_flat, leaves, plain if options.mesh is None else None)
+        results = without_shardings(run_flat, leaves, plain if options.mesh is None else None)
         return jax.tree.unflatten(out_tree, results)
 
     return run

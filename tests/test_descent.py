@@ -28,7 +28,7 @@ from jaxtile._plan.kernels import grids, strips
 from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import Search, Terms
-from jaxtile._plan.solver import Stage, fastest, measured
+from jaxtile._plan.solver import ChosenStretch, fastest, measured
 from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
 from .support import assert_close, conv, parametrize_few
@@ -184,7 +184,7 @@ def test_what_the_solver_finds_is_made_to_fit():
     costs = Assignments(outline, BUILT_IN["gpu"])
     model = Model(costs.facts, BUILT_IN["gpu"])
     tables, descent = model.stretches(grids(outline)), Descent(costs, grids(outline))
-    everything = measured(tables, (Stage(0, 0, len(tables.cuts) - 1),))
+    everything = measured(tables, (ChosenStretch(0, 0, len(tables.cuts) - 1),))
     begun = as_assignment(model, tables, fastest(tables, everything.peak / 4))
     assert costs.estimate(begun).peak > everything.peak / 4
     found = descent.fastest(everything.peak / 4, [begun])

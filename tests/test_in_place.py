@@ -14,7 +14,7 @@ import jaxtile
 from jaxtile._platform import on_early_cpu
 from jaxtile._regions.tile import Column
 from jaxtile._run import backwards, loop, ordering
-from jaxtile._run.backwards import Place, put_in
+from jaxtile._run.backwards import Into, put_in
 from jaxtile.policy import Choice
 
 from .support import assert_close, conv, normal, parametrize_few
@@ -146,9 +146,7 @@ def test_windows_of_sums_are_read_when_the_tile_is_done(monkeypatch):
 
     def put(total, share, of_weights, start):
         sums = [jnp.zeros(w.shape) for w in of_weights]
-        (found, weights), _ = put_in(
-            ([total], sums), ([share], of_weights), [Place(slots)], [start]
-        )
+        (found, weights), _ = put_in(([total], sums), ([share], of_weights), [Into(slots)], [start])
         return found[0], weights
 
     total, share, weight = normal(0, 6, 3), normal(1, 2, 3), normal(2, 4)

@@ -5,7 +5,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from jaxtile._plan.model import Stretches
-from jaxtile._plan.solver import Stage, fastest, measured, smallest
+from jaxtile._plan.solver import ChosenStretch, fastest, measured, smallest
 
 
 def random_tables(seed: int) -> Stretches:
@@ -92,7 +92,7 @@ def test_a_larger_budget_is_never_slower(seed):
 
 def test_a_path_is_measured_in_order():
     tables = random_tables(1)
-    stages = tuple(Stage(0, i, i + 1) for i in range(len(tables.cuts) - 1))
+    stages = tuple(ChosenStretch(0, i, i + 1) for i in range(len(tables.cuts) - 1))
     found = measured(tables, stages)
     assert found.seconds == sum(tables.seconds[s] for s in stages)
     assert found.peak == max(12 * s.start + tables.peak[s] for s in stages)

@@ -73,7 +73,7 @@ class CallTile:
             v: {d: hull([w[d] for w in ws], v.aval.shape[d]) for d in ws[0]}
             for v, ws in wanted.items()
         }
-        return plan(graph.nodes, hulls, self.grid, self.table, whole_inside=True)
+        return plan(graph.nodes, hulls, self.grid, self.table)
 
     def check_pointwise(self, graph: Graph) -> None:
         """Raise `Mixes` if a value is needed anywhere but at the position that is computed."""

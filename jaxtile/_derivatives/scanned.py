@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._rules.derivative import apply_backwards, only_backwards
-from .._rules.guard import once
+from .._rules.guard import is_float, once
 from .._rules.manual import as_varying_as
 
 Arrays = list[Any]
@@ -68,7 +68,7 @@ class _Scanned:
     def forward(self, wanted: Any, *operands: Arrays) -> tuple[Any, Any]:
         consts, carry, xs = once(list(operands))
         # What is not wanted of the first carry may be of the next.
-        moving = (*wanted[0], *map(_is_float, carry), *wanted[2])
+        moving = (*wanted[0], *map(is_float, carry), *wanted[2])
         sizes = len(consts), len(carry), len(xs)
         found: list[_Notes] = []
 
@@ -106,7 +106,7 @@ class _Scanned:
             (sums, of_carry), (ys, xs, kept) = state, x
             own, outer = iter(kept), [*consts, *carry, *xs]
             leaves = [next(own) if i is None else outer[i] for i in notes.origins]
-            floats = list(map(_is_float, notes.results))
+            floats = list(map(is_float, notes.results))
             given = filled(notes.results, [*of_carry, *ys], floats)
             found = iter(self._pulled(notes, leaves, given))
             of = notes.parts([next(found) if m else None for m in notes.moving])
@@ -147,12 +147,8 @@ class _Scanned:
             carry, ys = self.layer(full[:first], full[first:last], full[last:])
             results = [*carry, *ys]
             return (
-                [x if _is_float(x) else None for x in results],
-                [None if _is_float(x) else x for x in results],
+                [x if is_float(x) else None for x in results],
+                [None if is_float(x) else x for x in results],
             )
 
         return function, [x for m, x in zip(moving, given, strict=True) if m]
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))

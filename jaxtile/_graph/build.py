@@ -14,7 +14,7 @@ from .inline import any_call, plain_call
 from .layers import InTiles
 from .nodes import Policy
 from .trace import Traced
-from .values import Graph, known
+from .values import Graph, constants_of
 from .walk import Walk, arguments
 
 
@@ -33,7 +33,7 @@ def build(
 def build_layers(traced: Traced, policy: Policy | None, in_tiles: InTiles) -> Graph:
     """The graph of a function in which scans over layers stay scans."""
     walk = Walk(policy)
-    walk.in_tiles = in_tiles
+    walk.make_layer = in_tiles
     return _graph(walk, traced, traced.in_axes, traced.names)
 
 
@@ -74,7 +74,7 @@ def build_inside(
 
 def _graph(walk: Walk, closed: Any, in_axes: Sequence[Axes], names: Sequence[str | None]) -> Graph:
     inputs, nodes = arguments(closed.jaxpr, in_axes, names), walk.nodes
-    outputs = [walk.merged(v) for v in walk.walk(closed.jaxpr, known(closed.consts), inputs)]
+    outputs = [walk.merged(v) for v in walk.walk(closed.jaxpr, constants_of(closed.consts), inputs)]
     for value in outputs:
         nodes.stored.setdefault(value.array, "device")
     for node in ask_results(nodes.list):

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from .values import Graph, Node, Value, is_float
+from .values import Graph, Node, Value
 
 
 def loss_of(graph: Graph) -> Node | None:
@@ -28,8 +28,11 @@ def loss_of(graph: Graph) -> Node | None:
         return None
     if any(v.aval.dtype == jnp.float16 for node in graph.nodes for v in node.outputs):
         return None
-    node, *others = {*_last_reductions(graph)} or {None}
-    if node is None or node.reduction is None or others:
+    found = {*_last_reductions(graph)}
+    if len(found) != 1:
+        return None
+    (node,) = found
+    if node is None or node.reduction is None:
         return None
     return node if node.reduction.adds and _is_number(node.outputs[0]) else None
 
@@ -38,11 +41,11 @@ def _last_reductions(graph: Graph) -> Iterator[Node | None]:
     """What the first result is computed from, back to where tiles come in: reductions of tiled
     values. None: something else that reads them.
     """
-    moving = graph.dependent(_weights(graph))
+    dependent = graph.dependent(graph.weights)
     pending, seen = [graph.outputs[0].array], set[Value]()
     while pending:
         value = pending.pop()
-        if value in seen or value not in moving or value.node is None:
+        if value in seen or value not in dependent or value.node is None:
             continue
         seen.add(value)
         node = value.node
@@ -52,14 +55,6 @@ def _last_reductions(graph: Graph) -> Iterator[Node | None]:
             yield None
         elif not node.flat:
             pending += [v.array for v in node.inputs]
-
-
-def _weights(graph: Graph) -> Iterator[Value]:
-    """Global values that are given to the function, or that it closes over while it is traced."""
-    given = dict.fromkeys([*graph.inputs, *(v.array for n in graph.nodes for v in n.inputs)])
-    for value in given:
-        if value.node is None and not value.tiled and is_float(value) and not value.concrete:
-            yield value
 
 
 def _is_number(value: Value) -> bool:

@@ -61,7 +61,7 @@ class Nodes:
         """Find the first equation of the graph that a node's is like."""
         if node.tiled and not self.in_tile:
             key = likeness(node.equation, node.inputs)
-            node.kind = self._kinds.setdefault(key, node.equation)
+            node.like = self._kinds.setdefault(key, node.equation)
 
     def decision(self, equation: Equation) -> Place | None:
         """Where the policy stores this equation's outputs; None: it recomputes them."""
@@ -148,7 +148,7 @@ class Nodes:
         return self._wholes[key]
 
     def _untiled(self, node: Node, value: Value, kinds: Sequence[str]) -> Value | None:
-        """An equation on whole arrays, as `_whole` wants it."""
+        """An equation on whole arrays, as `whole` wants it."""
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
         kind = rules.traits(node.equation.primitive).kind
         shrinks = any(value.bytes <= v.bytes for v in node.inputs)

@@ -77,7 +77,7 @@ def sample_of(nodes: Sequence[Node], trained: Collection[Value]) -> Sample | Non
 
     `trained`: values that have gradients.
     """
-    found = [n for n in nodes if n.tiled and traits(n.equation.primitive).works]
+    found = [n for n in nodes if n.tiled and n.works]
     if len(found) != 1:
         return None
     (node,) = found
@@ -99,14 +99,11 @@ def _computes(value: Value, nodes: Sequence[Node]) -> bool:
 
 
 def trained(graph: Graph) -> set[Value]:
-    """The values that have gradients, if the arguments that are not tiled are trained; or, if there
-    are no such arguments, all of them.
+    """The values that have gradients, if the weights are trained; and if none of the arguments is a
+    weight, all arguments.
     """
-    arguments = {v for v in graph.inputs if not v.tiled and is_float(v)}
-    arguments = arguments or {*filter(is_float, graph.inputs)}
-    read = {v.array for n in graph.nodes for v in n.inputs}
-    closed_over = {v for v in read if v.known is not None and not v.concrete and is_float(v)}
-    return graph.dependent(arguments | closed_over)
+    none = graph.weights.isdisjoint(graph.inputs)
+    return graph.dependent(graph.weights | {*(filter(is_float, graph.inputs) if none else ())})
 
 
 def _is_default(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 Three kinds of values are kept apart. *Tiled*: some dimension carries a tiled axis. *Global*: none
 does. *Held*: there is a whole array of it, because it is an argument, a constant, stored, global,
-or a reduction's result. What is stored is not the graph's to know: it is a map beside it.
+or a reduction's result. What is stored is a map beside the values: `Graph.stored` is what those who
+made the graph asked for, and a schedule has its own.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Node:
     """Why it runs on whole arrays, although its operands are tiled."""
     layers: Layers | None = None
     """What a `scan` over whole arrays does, if its body runs in tiles."""
-    kind: Equation = dataclasses.field(init=False)
+    like: Equation = dataclasses.field(init=False)
     """The first equation of the graph that this one is like."""
     stage: int = dataclasses.field(init=False)
     """How many convolutions and other expensive equations are before it, at most."""
@@ -95,7 +96,7 @@ class Node:
     Then no derivative of these needs what it computes."""
 
     def __post_init__(self) -> None:
-        self.kind = self.equation
+        self.like = self.equation
         known = rules.traits(self.equation.primitive)
         before = [v.array.node for v in self.inputs if v.tiled]
         adds = known.linear == "sum" or known.kind == "movement"
@@ -128,9 +129,13 @@ class Node:
         return traits.fuses or (self.tiled and self.rule.is_call)
 
     @property
+    def works(self) -> bool:
+        """Is it worth storing what it computes?"""
+        return rules.traits(self.equation.primitive).works
+
+    @property
     def expensive(self) -> bool:
-        known = rules.traits(self.equation.primitive)
-        return known.works or known.kind == "reduction"
+        return self.works or rules.traits(self.equation.primitive).kind == "reduction"
 
     @property
     def rule(self) -> rules.Rule:
@@ -169,7 +174,7 @@ class Node:
     def step(self, windows: Sequence[Windows | None]) -> Step:
         """How to produce these windows of the outputs; the same object for alike equations."""
         key = tuple(None if w is None else tuple(w.items()) for w in windows)
-        return self.kind.once(key, lambda: self.rule.step(self.kind, windows))
+        return self.like.once(key, lambda: self.rule.step(self.like, windows))
 
 
 def _positions(value: Value) -> Windows:
@@ -232,6 +237,16 @@ class Graph:
         return found
 
     @functools.cached_property
+    def weights(self) -> set[Value]:
+        """Float values without tiled dimensions that are given to the function, or that it closes
+        over while it is traced.
+        """
+        given = {*self.inputs, *(v.array for n in self.nodes for v in n.inputs)}
+        return {
+            v for v in given if v.node is None and not v.tiled and is_float(v) and not v.concrete
+        }
+
+    @functools.cached_property
     def readers(self) -> dict[Value, list[Node]]:
         """The equations that read each array, in order."""
         found: dict[Value, list[Node]] = {v: [] for n in self.nodes for v in n.outputs}
@@ -255,7 +270,7 @@ def moving(nodes: Sequence[Node], results: Iterable[Value]) -> set[Value]:
     return found
 
 
-def known(consts: Sequence[Any]) -> list[Value]:
+def constants_of(consts: Sequence[Any]) -> list[Value]:
     """The constants of a jaxpr."""
     return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
 

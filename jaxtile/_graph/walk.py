@@ -29,8 +29,8 @@ from .lookup import at_own_position
 from .nodes import Nodes, Policy, constants
 from .refusal import refuse
 from .restated import restated
-from .scans import over_merged, unrolled
-from .values import Graph, Node, Value, constant, is_held, known, without_elements
+from .unrolled import over_merged, unrolled
+from .values import Graph, Node, Value, constant, constants_of, is_held, without_elements
 
 _BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
 """Work whose results are about as large as its operands; contractions with such results, too."""
@@ -57,14 +57,14 @@ class Walk:
         self.look_through = look_through
         self.store_mixed = store_mixed
         self.in_tile, self.in_rule = in_tile, in_rule
-        self.in_tiles: InTiles | None = None
+        self.make_layer: InTiles | None = None
         self._parted = 0
         self.calls: list[Any] = []
 
     def inside(self, closed: Any, in_axes: Sequence[Axes]) -> Graph:
         """The graph of a jaxpr that is evaluated inside a tile."""
         inputs = arguments(closed.jaxpr, in_axes, [None] * len(in_axes))
-        outputs = self.walk(closed.jaxpr, known(closed.consts), inputs)
+        outputs = self.walk(closed.jaxpr, constants_of(closed.consts), inputs)
         if any(isinstance(v, Joint) for v in outputs):
             raise Mixes("it merges tiled dimensions")
         return Graph(inputs, outputs, self.nodes.list)
@@ -130,9 +130,9 @@ class Walk:
 
     def _layers(self, eqn: Any, inputs: Sequence[Value]) -> list[Value] | None:
         """A `scan` over layers, as one that runs on whole arrays."""
-        if self.in_tiles is None:
+        if self.make_layer is None:
             return None
-        found = layers_of(eqn, [v.axes for v in inputs], self.in_tiles)
+        found = layers_of(eqn, [v.axes for v in inputs], self.make_layer)
         if found is None:
             return None
         nodes = self.nodes
@@ -158,7 +158,7 @@ class Walk:
     def _inline(self, eqn: Any, inner: Any, inputs: Sequence[Value]) -> list[Value]:
         """The equations of the jaxpr that an equation calls."""
         self.calls.append(eqn.source_info)
-        consts = known(getattr(inner, "consts", ()))
+        consts = constants_of(getattr(inner, "consts", ()))
         outputs = self.walk(getattr(inner, "jaxpr", inner), consts, inputs)
         self.calls.pop()
         return outputs
@@ -359,7 +359,7 @@ class Walk:
 
     def _calls(self, fun: Callable[..., Any], inputs: Sequence[Value]) -> list[Value]:
         closed = jax.make_jaxpr(fun)(*(type_of(v.aval) for v in inputs))
-        return self.walk(closed.jaxpr, known(closed.consts), inputs)
+        return self.walk(closed.jaxpr, constants_of(closed.consts), inputs)
 
 
 def arguments(jaxpr: Any, in_axes: Sequence[Axes], names: Sequence[str | None]) -> list[Value]:

@@ -70,7 +70,7 @@ class Devices:
         return x
 
 
-def automatic(
+def without_shardings(
     run: Callable[..., tuple[list[Array], list[P]]],
     flat: Sequence[Any],
     plain: Callable[..., Any] | None,

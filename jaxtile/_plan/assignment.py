@@ -76,7 +76,7 @@ class Estimate:
         return float(self.needs.max(initial=0.0))
 
 
-class Beside(NamedTuple):
+class InPlace(NamedTuple):
     """Inputs of a loop of which every tile reads the part that it writes of its result."""
 
     parts: Sequence[int] = ()
@@ -119,7 +119,7 @@ class Assignments:
             k: KEPT if facts.tiled[k] else INSIDE for k in facts.parts if k not in facts.whole
         }
         """States that no schedule can choose."""
-        self._beside: dict[Any, Beside] = {}
+        self._beside: dict[Any, InPlace] = {}
         self._segments: dict[Any, Segment] = {}
 
     def estimate(self, given: Assignment) -> Estimate:
@@ -193,11 +193,10 @@ class Assignments:
         whole = bits(k for k in known if states[k] != INSIDE)
         kept = bits(k for k in (*known, *begin.sources) if states[k] in (KEPT, HOSTED))
         regions = self.regions.of(own, whole, modes)
-        seconds = self.regions.grouped(regions, states, kept)
+        self.regions.group(regions, states, kept)
         for region in regions:
             region.cost = self.of_regions.cost(region, states)
         once = {k for r in regions if r.mode.grid is None for k in r.own}
-        seconds += sum(r.cost.seconds for r in regions) + facts.plain(once)
         held = {k: facts.held[k] for k in once}
         for k in own:
             if states[k] == KEPT:
@@ -208,9 +207,10 @@ class Assignments:
         last = _last_reads(regions)
         needs = self._needs(regions, states, known, held, last)
         hosted = [k for k in known if states[k] == HOSTED]
-        there = {*hosted, *(i for i in begin.sources if states[i] == HOSTED)}
+        if there := {*hosted, *(i for i in begin.sources if states[i] == HOSTED)}:
+            self._move_to_host(regions, there, last)
         return Segment(
-            seconds + (self._moved_to_host(regions, there, last) if there else 0.0),
+            facts.plain(once) + sum(r.cost.seconds + r.extra for r in regions),
             needs,
             regions,
             kept=sum(held.values()),
@@ -218,16 +218,16 @@ class Assignments:
             most_hosted=self._most_hosted(regions, hosted, own, last) if hosted else 0.0,
         )
 
-    def _moved_to_host(
+    def _move_to_host(
         self, regions: Sequence[Region], there: Collection[int], last: Mapping[int, int]
-    ) -> float:
-        """Seconds that regions wait for values in host memory and their cotangents.
+    ) -> None:
+        """Regions wait for values in host memory and for their cotangents.
 
         A value is written, and the region that made it reads its sum of cotangents. Every region
         that reads it does so in both passes, and reads and writes the sum; but the sum begins with
         zeros that are written, or, if tiles read parts, with what the first of them writes.
         """
-        size, seconds = self.facts.bytes, 0.0
+        size = self.facts.bytes
         for region in regions:
             read, sources = ([i for i in x if i in there] for x in (region.reads, region.sources))
             if not read and not sources and region.end not in there:
@@ -244,12 +244,11 @@ class Assignments:
                     again.added += size[i]
                 elif i not in self._beside_result(region).parts:
                     again.added += size[i]
-                    seconds += size[i] / self._link
+                    region.extra += size[i] / self._link
             again.fetched += sum(size[i] for i in sources)
             cost = region.cost
-            seconds += first.waited(region.mode, cost.first, self._link)
-            seconds += again.waited(region.mode, cost.seconds - cost.first, self._link)
-        return seconds
+            region.extra += first.waited(region.mode, cost.first, self._link)
+            region.extra += again.waited(region.mode, cost.seconds - cost.first, self._link)
 
     def _needs(
         self,
@@ -336,16 +335,16 @@ class Assignments:
         """What a loop reads where it writes its result, and nowhere else."""
         return self._beside_result(region).of_its_shape
 
-    def _beside_result(self, region: Region) -> Beside:
+    def _beside_result(self, region: Region) -> InPlace:
         end, own, grid = region.end, region.own, region.mode.grid
         if (own, end, grid) not in self._beside:
-            parts, found = self.facts.outline.parts, Beside()
+            parts, found = self.facts.outline.parts, InPlace()
             lengths, whole = parts[end].lengths, parts[end].operation.output.shape
             if isinstance(grid, tuple) and math.prod(grid) > 1:  # without a loop XLA decides
                 divide = all(n % g == 0 for n, g in zip(lengths, grid, strict=True))
                 read = self._parallel(own) if divide else []
                 same = [i for i in read if parts[i].operation.output.shape == whole]
-                found = Beside(read, same)
+                found = InPlace(read, same)
             self._beside[own, end, grid] = found
         return self._beside[own, end, grid]
 

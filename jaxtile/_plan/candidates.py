@@ -77,7 +77,7 @@ def assigned(costs: Assignments, found: Assignment) -> Candidate:
                 ),
                 offloaded=tuple(parts[k].name for k in hosted),
                 working_bytes=int(max((needs[r.end] - before for r in regions), default=0)),
-                seconds=sum(r.cost.seconds for r in regions) + facts.plain(once),
+                seconds=sum(r.cost.seconds + r.extra for r in regions) + facts.plain(once),
                 passing=tuple(parts[k].name for k in passing),
                 restored=tuple(parts[k].name for k in restored),
                 forward=None if tiled_forward or not isinstance(grid, tuple) else (1,) * facts.rank,

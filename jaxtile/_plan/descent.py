@@ -76,9 +76,7 @@ class Descent:
             self.all_moves = [*self.moves, *self._decisions(single=True)]
             self.all_moves += [(block, "both") for block in self.blocks]
         self._seen: dict[tuple[tuple[int, ...], tuple[Mode, ...]], Found] = {}
-        self._walks = [Walk() for _ in self._starts()]
-        for walk, start in zip(self._walks, self._starts(), strict=True):
-            walk.steps = self._descend(start, walk.seen)
+        self._walks = [self._walk(start) for start in self._starts()]
         self._answers: list[Found] = []
 
     def fastest(
@@ -129,12 +127,9 @@ class Descent:
 
     def _made_to_fit(self, large: Iterable[Found], room: Room) -> list[Found]:
         """Where walks lead from what needs more room, as what was found for it before."""
-        walks = []
-        for found in large:
-            walk = Walk()
-            walk.steps = self._descend(found.assignment, walk.seen, room.device, self.all_moves)
+        walks = [self._walk(f.assignment, room.device, self.all_moves) for f in large]
+        for walk in walks:
             walk.to(room)
-            walks.append(walk)
         return [f for walk in walks if (f := walk.fastest(room)) is not None]
 
     def _looping(self, room: Room) -> list[Found]:
@@ -146,8 +141,7 @@ class Descent:
             begun = map(self._look, self._loops(state, cuts))
             nearest = min(begun, key=lambda f: (f.excess(room), f.seconds), default=None)
             if nearest is not None and not nearest.fits(room):
-                walk = Walk()
-                walk.steps = self._descend(nearest.assignment, walk.seen, room.device)
+                walk = self._walk(nearest.assignment, room.device)
                 walk.to(room)
                 nearest = walk.fastest(room)
             found.append(nearest)
@@ -223,12 +217,11 @@ class Descent:
             if mode.loops and all(self._enough(zone, mode.grid) for zone in self.zones):
                 yield self._normal(states, [mode] * self.facts.n)
 
+    def _walk(self, start: Assignment, allowed: float = 0.0, moves: Sequence[Move] = ()) -> Walk:
+        return Walk(lambda seen: self._descend(start, seen, allowed, moves or self.moves))
+
     def _descend(
-        self,
-        start: Assignment,
-        seen: list[Found],
-        allowed: float = 0.0,
-        moves: Sequence[Move] = (),
+        self, start: Assignment, seen: list[Found], allowed: float, moves: Sequence[Move]
     ) -> Iterator[Found]:
         """Give up as little time per byte as possible, until nothing gets smaller.
 
@@ -236,7 +229,6 @@ class Descent:
         needs. What counts are the bytes beyond it of all regions: if several are too large, each of
         them must get smaller, and no single move reduces the peak.
         """
-        moves = moves or self.moves
         here = self._look(start)
         seen.append(here)
         room = Room(max(here.peak, allowed), self.host)

@@ -43,7 +43,7 @@ class Facts:
         self.elementwise = [p.operation.kind == "elementwise" for p in parts]
         self.loss: int | None = None
         """The sum whose derivative is computed together with it, in tiles."""
-        self._contract()
+        self._leave_out_fused()
         self.asked = [bits([*self.inputs[k], *self.awaits[k]]) for k in range(self.n)]
         self.joints = self._joints()
         self.across = {k: self._across(self.parts[after:]) for k, after in self.joints.items()}
@@ -53,7 +53,7 @@ class Facts:
         which no result may be whole then.
         """
 
-    def _contract(self) -> None:
+    def _leave_out_fused(self) -> None:
         """What each operation reads, without operations that are part of their readers; and of
         reductions that read the same, and await the same others, one for all.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -41,15 +41,15 @@ class Found:
 class Walk:
     """Assignments that need less and less memory, as far as anybody asked for them."""
 
-    def __init__(self) -> None:
-        self.steps: Iterator[Found] = iter(())
-        self.here: Found | None = None
+    def __init__(self, steps: Callable[[list[Found]], Iterator[Found]]):
+        """`steps`: from a list, to which they add all that they look at on the way, the steps."""
         self.seen: list[Found] = []
-        """All that were looked at on the way, too."""
+        self.here: Found | None = None
+        self._steps = steps(self.seen)
 
     def to(self, room: Room) -> None:
         while self.here is None or not self.here.fits(room):
-            found = next(self.steps, None)
+            found = next(self._steps, None)
             if found is None:
                 return
             self.here = found

@@ -93,6 +93,15 @@ def grids(outline: Outline) -> list[tuple[int, ...]]:
     return [g for g in dict.fromkeys(found) if any(n > 1 for n in g)]
 
 
+def sides(grid: Any) -> np.ndarray:
+    """On how many sides a tile has a halo, of two: along an axis with two tiles on one.
+
+    >>> sides((1, 2, 8))
+    array([1. , 0.5, 1. ])
+    """
+    return np.where(np.asarray(grid) == 2, 0.5, 1.0)
+
+
 def strips(outline: Outline) -> list[tuple[int, ...]]:
     """Grids of tiles from edge to edge, if such a tile is one piece of memory: not with a batch, or
     with channels in front.

@@ -40,6 +40,7 @@ import numpy as np
 from ..policy import GridSpec, Part
 from .costs import Costs
 from .facts import Facts
+from .kernels import sides
 
 _CUTS = 94  # inside a network, at most
 _NEARBY = 3  # cuts on either side
@@ -201,12 +202,11 @@ class Model:
         stretch that ends there.
 
         Of what is live at the cut a tile computes its part of the positions. From the last
-        operation to the first, each asks for as many positions of what it reads as it needs. Of two
-        tiles each has a halo on one side.
+        operation to the first, each asks for as many positions of what it reads as it needs.
         """
         parts = self.outline.parts
         wide = np.zeros((self.n, len(cuts), *counts.shape))
-        inside, sides = np.array(cuts)[:, None, None], np.where(counts == 2, 0.5, 1.0)
+        inside, half = np.array(cuts)[:, None, None], sides(counts)
         for k in reversed(range(self.n)):
             wanted = alive[:, k] | ((np.array(cuts) > k) & parts[k].reduces)
             wide[k] = np.maximum(wide[k], wanted[:, None, None] * np.ceil(lengths[k] / counts))
@@ -214,7 +214,7 @@ class Model:
             computed = (wide[k] > 0).any(-1, keepdims=True)
             for i, demand in zip(parts[k].inputs, parts[k].demands, strict=True):
                 scale, halo = np.array(demand, float).T
-                wide[i] = np.maximum(wide[i], (wide[k] * scale + sides * halo) * computed)
+                wide[i] = np.maximum(wide[i], (wide[k] * scale + half * halo) * computed)
         size = lengths[:, None, None]
         needed = (wide > 0).any(-1, keepdims=True)
         return np.where(size > 0, wide / np.maximum(size, 1), needed).prod(-1)

@@ -104,7 +104,7 @@ def plan(
     args, step_args = typed((args, step_args))
     options = Options.of(in_axes, static_argnums=static_argnums)
     args, _ = only_arrays(fun, args, {}, options.static_argnums)
-    view = outline(fun, *args, in_axes=in_axes)
+    view = _told(outline(fun, *args, in_axes=in_axes), skip)
     if not view.parts:
         raise ValueError("there is nothing to plan: the function has no operations")
     device = None if device == jax.devices()[0].device_kind else device
@@ -127,9 +127,14 @@ def plan(
         table = with_measured(view, terms.costs, terms.say, steps)
         terms = dataclasses.replace(terms, costs=table)
     make = step or default_step(args, in_axes, _has_gradients(view))
-    known = _evaluated(view.traced, fun, options.static_argnums)
+    traced = _evaluated(view.traced, fun, options.static_argnums)
     with tracing_for(terms.platform):
-        return Search(view, _steps(known, in_axes, make, given, skip), terms).run()
+        return Search(view, _steps(traced, in_axes, make, given, skip), terms).run()
+
+
+def _told(view: Outline, skip: bool) -> Outline:
+    """If tiles are skipped, no loop does both passes, and the loss is a sum as any other."""
+    return dataclasses.replace(view, loss=None) if skip else view
 
 
 def _placed(args: Sequence[Any], device: str | None) -> Sequence[Any]:
@@ -174,10 +179,11 @@ class Budget:
     def choose(self, outline: Outline) -> Choices:
         if not outline.parts:
             return {...: Choice(None)}
-        known = outline.fingerprint, *map(on_host, outline.traced.arguments)
-        if known not in self._plans:
-            self._plans[known] = plan_outline(outline, self.bytes, self.skip).choices
-        return self._plans[known]
+        key = outline.fingerprint, *map(on_host, outline.traced.arguments)
+        if key not in self._plans:
+            view = _told(outline, self.skip)
+            self._plans[key] = plan_outline(view, self.bytes, self.skip).choices
+        return self._plans[key]
 
 
 def plan_outline(view: Outline, budget: int, skip: bool) -> Plan:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .costs import Costs
 from .facts import Facts
+from .kernels import sides
 from .regions import Cost, Region
 from .states import HOSTED, KEPT, RESTORED
 
@@ -78,8 +79,8 @@ class RegionCosts:
         if tiled_forward and state != HOSTED:  # a loop writes tiles to all of its result
             forward += (1 - share[end]) * facts.bytes[end]
         if region.mode.strips:
-            ahead = self._windows(region, hosted, share)
-            sums = self._windows(region, [i for i in region.reads if i in hosted], share)
+            ahead = self._windows(hosted, share)
+            sums = self._windows([i for i in region.reads if i in hosted], share)
             ends = share[end] * facts.bytes[end] if state == HOSTED else 0.0
             forward, held = forward + ahead + ends, held + 2 * ahead + sums + ends
         given = self._given(region, state in (KEPT, HOSTED, RESTORED))
@@ -127,7 +128,7 @@ class RegionCosts:
             before=self._at_once(region.before, region.reads, share),
         )
 
-    def _windows(self, region: Region, hosted: Sequence[int], share: Mapping[int, float]) -> float:
+    def _windows(self, hosted: Sequence[int], share: Mapping[int, float]) -> float:
         """Bytes of the windows of these that a tile reads."""
         facts, inside = self.facts, share.keys()
         windows = dict.fromkeys(hosted, 0.0)
@@ -196,13 +197,12 @@ class RegionCosts:
 
     def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
         """Per operation, the share of its positions that a tile computes: from the last to the
-        first, each asks for as many positions of what it reads as it needs. Of two tiles each has a
-        halo on one side.
+        first, each asks for as many positions of what it reads as it needs.
         """
         facts = self.facts
         grid, parts, inside = region.mode.grid, facts.outline.parts, set(everything)
         assert isinstance(grid, tuple)
-        sides = [0.5 if g == 2 else 1.0 for g in grid]
+        half = sides(grid).tolist()
         wide: dict[int, list[float]] = {k: [0.0] * facts.rank for k in everything}
         for k in reversed(everything):
             lengths = parts[k].lengths
@@ -212,7 +212,7 @@ class RegionCosts:
             wide[k] = [min(a, n) for a, n in zip(wide[k], lengths, strict=True)]
             for i, line in facts.reads[k]:
                 if i in inside:
-                    along = zip(wide[k], line, sides, strict=True)
+                    along = zip(wide[k], line, half, strict=True)
                     need = [w * d.scale + side * d.halo for w, d, side in along]
                     wide[i] = [max(a, b) for a, b in zip(wide[i], need, strict=True)]
         return {

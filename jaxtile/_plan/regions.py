@@ -44,6 +44,8 @@ class Region:
     at_once: bool = False
     """Does it lead to the loss, so that its tiles are differentiated when they are computed?"""
     cost: Cost = dataclasses.field(default=Cost(0.0, 0.0, 0.0))
+    extra: float = 0.0
+    """Seconds to run it again for others, and those that it waits for host memory."""
 
 
 class Regions:
@@ -97,8 +99,8 @@ class Regions:
             elsewhere = any(states[i] in (RESTORED, HOSTED) for i in region.reads)
             region.at_once = in_tiles and self.facts.loss in region.own and not elsewhere
 
-    def grouped(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
-        """What each region computes of its inputs, and what groups restore: seconds for that."""
+    def group(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> None:
+        """What each region computes of its inputs, and what groups restore."""
         self._mark_loss(regions, states)
         at = {r.end: n for n, r in enumerate(regions)}
         last = dict.fromkeys(range(len(regions)), -1)
@@ -106,30 +108,29 @@ class Regions:
             for i in region.reads:
                 if states[i] == RESTORED:
                     last[at[i]] = n
-        seconds, first, end = 0.0, 0, -1
+        first, end = 0, -1
         for n in range(len(regions)):
             end = max(end, last[n])
             if end <= n:
-                seconds += self._group(regions[first : n + 1], states, kept)
+                self._group(regions[first : n + 1], states, kept)
                 first = n + 1
-        return seconds
 
-    def _group(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> float:
-        """Seconds to run regions again, if they restore anything. They read and make whole arrays,
-        so nothing of that may be in host memory.
+    def _group(self, regions: Sequence[Region], states: Sequence[int], kept: int) -> None:
+        """Regions that are run again, if they restore anything. They read and make whole arrays, so
+        nothing of that may be in host memory.
         """
         facts = self.facts
         if len(regions) == 1:
-            self._passing(regions[0], kept)
-            return 0.0
+            return self._passing(regions[0], kept)
         made = {r.end for r in regions}
         restored = [k for k in made if states[k] == RESTORED]
         outside = {i for r in regions for i in r.reads if i not in made}
         if any(states[k] == HOSTED for k in (*outside, *made)):
-            return math.inf
+            regions[0].extra = math.inf
+            return
         passing = sorted(i for i in outside if not kept >> i & 1)
         before = self.reach(passing, kept)[0]
-        seconds = sum(facts.forward[k] for k in before)
+        regions[0].extra = sum(facts.forward[k] for k in before)
         given = sum(facts.bytes[i] for i in passing)
         # They are computed whole, one after the other, when nothing else of the group is there.
         begin = given + 2 * max((facts.made[k] for k in before), default=0.0)
@@ -137,10 +138,9 @@ class Regions:
         for region in regions:
             self._passing(region, kept)
             if states[region.end] in (RESTORED, PASSING):
-                seconds += sum(facts.forward[k] for k in region.own if not facts.reduces[k])
+                region.extra += sum(facts.forward[k] for k in region.own if not facts.reduces[k])
             region.restored = given + sum(facts.bytes[k] for k in restored if k < region.end)
         regions[-1].restored = max(regions[-1].restored, begin)
-        return seconds
 
     def _passing(self, region: Region, kept: int) -> None:
         """What a region must compute before its own operations."""

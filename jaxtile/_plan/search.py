@@ -34,7 +34,7 @@ from .kernels import grids, strips
 from .measuring import COMPARING, step_seconds
 from .model import Model
 from .plan import Plan
-from .solver import Stage, fastest, measured, smallest
+from .solver import ChosenStretch, fastest, measured, smallest
 from .spans import Spans
 from .stage import Candidate
 
@@ -100,7 +100,7 @@ class Search:
         by the model.
         """
         self._prepare(grids(outline), strips(outline) if self.aim else [])
-        everything = Stage(0, 0, len(self.tables.cuts) - 1)
+        everything = ChosenStretch(0, 0, len(self.tables.cuts) - 1)
         self.plain = measured(self.tables, (everything,))
         self.trials: dict[Candidate, Bytes] = {}
         self.lowered: dict[Candidate, Any] = {}
@@ -115,9 +115,9 @@ class Search:
         self.grids = grids
         self._smallest: list[Candidate] = []
         self.tables, self.spans = self.model.stretches(grids[0]), Spans(self.costs, grids[0])
-        self._descend()
+        self._look_anew()
 
-    def _descend(self) -> None:
+    def _look_anew(self) -> None:
         every, strips = self.grids
         self.descent = Descent(self.costs, every, host=0 if strips else self.aim)
         self.strips = Descent(self.costs, strips, host=self.aim) if strips else None
@@ -275,7 +275,7 @@ class Search:
         if found.host > self.host:
             self.say(f"plan: host memory has room for {format_bytes(self.host)} only")
             self.aim = int(self.aim * _AIM * self.host / found.host)
-            self._descend()
+            self._look_anew()
 
     def _leave_out(self, candidate: Candidate, error: TilingError) -> None:
         """A grid that the function refuses is not tried again: the finest of a candidate's."""

@@ -27,7 +27,7 @@ from .model import Stretches
 SLOTS = 1024
 
 
-class Stage(NamedTuple):
+class ChosenStretch(NamedTuple):
     """One stretch of a solution, by indices into `Stretches`."""
 
     mode: int
@@ -36,7 +36,7 @@ class Stage(NamedTuple):
 
 
 class Solution(NamedTuple):
-    stages: tuple[Stage, ...]
+    stages: tuple[ChosenStretch, ...]
     seconds: float
     peak: float
     """The largest number of bytes, by the tables, unrounded."""
@@ -77,7 +77,7 @@ def smallest(tables: Stretches) -> Solution:
     return found
 
 
-def measured(tables: Stretches, stages: tuple[Stage, ...]) -> Solution:
+def measured(tables: Stretches, stages: tuple[ChosenStretch, ...]) -> Solution:
     """Time and peak of a sequence of stages."""
     stored = peak = seconds = 0.0
     for mode, i, j in stages:
@@ -120,9 +120,9 @@ def _relax(best: np.ndarray, i: int, j: int, added: int, room: int, seconds: flo
 
 def _trace_back(
     best: np.ndarray, tables: Stretches, added: np.ndarray, room: np.ndarray
-) -> tuple[Stage, ...]:
+) -> tuple[ChosenStretch, ...]:
     """The stages that lead to the best end, found from the last to the first."""
-    stages: list[Stage] = []
+    stages: list[ChosenStretch] = []
     j = best.shape[0] - 1
     slot = int(np.argmin(best[j]))
     while j > 0:
@@ -131,7 +131,7 @@ def _trace_back(
             if not 0 <= source <= min(room[mode, i, j], SLOTS):
                 continue
             if best[i, source] + tables.seconds[mode, i, j] == best[j, slot]:
-                stages.append(Stage(int(mode), int(i), int(j)))
+                stages.append(ChosenStretch(int(mode), int(i), int(j)))
                 j, slot = int(i), int(source)
                 break
         else:

@@ -99,6 +99,11 @@ class Spans:
                 facts.held[k],
                 facts.made[k],
                 facts.bytes[k],
+                facts.cotangent[k],
+                facts.by_position[k],
+                facts.ends_with_clamp[k],
+                facts.elementwise[k],
+                tuple(facts.outline.parts[k].lengths),
                 tuple((i - first, line) for i, line in facts.reads[k]),
                 tuple(i - first for i in facts.awaits[k]),
             )

@@ -33,18 +33,17 @@ def plan(
     grid: Mapping[int, int],
     table: Table | None = None,
     reduce: Reduce | None = None,
-    whole_inside: bool = False,
 ) -> TilePlan:
     """Windows and instructions for the wanted windows.
 
     `nodes` in topological order; what is not needed is left out. Reductions over tiled axes are
-    computed elsewhere, or by the steps that `reduce` gives for them. `whole_inside`: untiled inputs
-    and constants that are read by window are there whole, and not by window.
+    computed elsewhere, or by the steps that `reduce` gives for them. `table`: of a tile that these
+    equations are part of; then untiled inputs and constants, which it has whole, are cut here.
     """
     walk = _Walk(wanted, grid, Table() if table is None else table, reduce)
     for node in reversed(nodes):
         walk.visit(node)
-    if whole_inside:
+    if table is not None:
         walk.view_inputs()
     return walk.finish()
 

@@ -61,18 +61,19 @@ class Running(NamedTuple):
     devices: Devices | None = None
     skips: bool = False
     """Not all of the tiles."""
-    streamed: bool = False
-    """On the host."""
+    both_passes: bool = True
+    """May one loop do both passes? Not on the host."""
 
-
-ON_ONE_DEVICE = Running()
+    @property
+    def at_once(self) -> bool:
+        return self.devices is None and not self.skips and self.both_passes
 
 
 def schedule_of(
-    graph: Graph, stored: Storage, tiles: Tiles, rank: int, running: Running = ON_ONE_DEVICE
+    graph: Graph, stored: Storage, tiles: Tiles, rank: int, running: Running
 ) -> Schedule:
     """Regions that compute what is stored, on the given grids."""
-    devices, skips, _ = running
+    devices, skips = running.devices, running.skips
     stored = possible(graph, stored, devices)
     targets = Targets(graph, stored, tiles, rank, devices)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -91,7 +92,7 @@ def schedule_of(
 
     ordered = sorted([*steps, *regions], key=when)
     runs = list(together(ordered, stored))
-    if running == ON_ONE_DEVICE:
+    if running.at_once:
         _mark_loss(graph, runs, stored)
     for run in runs:
         prepare(run, stored, order)

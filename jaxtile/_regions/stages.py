@@ -113,7 +113,7 @@ class Stage:
             frozenset(numbers[v] for v in self.written),
             tuple(
                 (
-                    i.node.kind,
+                    i.node.like,
                     id(i.step),
                     tuple(numbers.get(v) for v in i.node.inputs),
                     tuple(map(cut, i.reads)),
@@ -153,7 +153,7 @@ class Program:
             self.parts.insert(0, _Part(own, steps))
             wanted = {*wanted, *(v for i in own if i.node is not None for v in i.node.inputs)}
 
-    def run(self, env: dict[Value, jax.Array], row: Scalars) -> dict[Value, jax.Array]:
+    def run(self, env: dict[Value, jax.Array], row: Scalars) -> None:
         """Extend `env` (windows of tiled inputs, whole global inputs) by what is wanted."""
         # JAX sets the mesh, even if there is none, while it transposes, and would trace all again.
         with jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh()):
@@ -164,7 +164,6 @@ class Program:
                 for step in part.steps:
                     self._run(step, env, row)
                 env |= kept
-        return env
 
     def _run(self, step: Stage | Instruction, env: dict[Value, jax.Array], row: Scalars) -> None:
         if not isinstance(step, Stage):

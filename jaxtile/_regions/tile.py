@@ -247,12 +247,12 @@ def _cut(x: jax.Array, cut: Cut | None, scalars: Scalars) -> jax.Array:
 
 
 @jax.custom_jvp
-def known(x: jax.Array, value: jax.Array) -> jax.Array:
+def with_value(x: jax.Array, value: jax.Array) -> jax.Array:
     """`x`, of which the value is known, so that a compiler need not compute it."""
     return value
 
 
-known.defjvp(lambda primals, tangents: (primals[1], tangents[0]), symbolic_zeros=True)
+with_value.defjvp(lambda primals, tangents: (primals[1], tangents[0]), symbolic_zeros=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -280,7 +280,7 @@ def evaluate(
     for instruction in instructions:
         for value, x in instruction.run(env, scalars):
             x = lax.optimization_barrier(x) if value in written else x
-            env[value] = known(x, env[value]) if value in env else x
+            env[value] = with_value(x, env[value]) if value in env else x
 
 
 def lookup(env: Mapping[Value, jax.Array], value: Value) -> jax.Array:

@@ -54,7 +54,7 @@ _ALIKE = (
 )
 
 
-def _is_float(x: Any) -> bool:
+def is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -79,7 +79,7 @@ def derived_from(like: Callable[..., Any], fun: Callable[..., Any], *args: Any) 
     @jax.custom_jvp
     def call(known: Any, *leaves: Any) -> Any:
         found = jax.core.eval_jaxpr(closed.jaxpr, known[0], *leaves)
-        return [_guard_p.bind(x, message=_ALIKE) if _is_float(x) else x for x in found]
+        return [_guard_p.bind(x, message=_ALIKE) if is_float(x) else x for x in found]
 
     @call.defjvp
     def call_jvp(primals: Any, tangents: Any) -> Any:
@@ -101,6 +101,6 @@ def once(arrays: Any) -> Any:
 @once.defjvp
 def _once_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
     def guard(x: Any) -> Any:
-        return _guard_p.bind(x, message=_LAYERS) if _is_float(x) else x
+        return _guard_p.bind(x, message=_LAYERS) if is_float(x) else x
 
     return jax.tree.map(guard, primals[0]), tangents[0]

@@ -87,9 +87,7 @@ def pushed(
 
 def cotangent_of(x: Any, cotangent: Array | None) -> Any:
     """The cotangent of a result, as a pullback wants it: zeros if there is none."""
-    if cotangent is None or cotangent.dtype == jax.dtypes.float0:
-        return zero_cotangent(x)
-    return cotangent.astype(x.dtype)
+    return zero_cotangent(x) if cotangent is None else cotangent.astype(x.dtype)
 
 
 def zero_cotangent(value: Any) -> Any:

@@ -14,7 +14,6 @@ them from the loop.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +39,8 @@ class AtOnce:
         if wanted is None:
             results, kept = loop.forward(inputs, globals_)
             return results, (kept, None)
-        one = jnp.ones(*self._type)
+        aval = self.region.targets[self.number].result.aval
+        one = jnp.ones(aval.shape, aval.dtype)
         cotangents: list[Array | None] = [None] * len(self.region.targets)
         cotangents[self.number] = as_varying_as(one, [*inputs, *globals_])
         n = len(inputs)
@@ -67,11 +67,6 @@ class AtOnce:
     def tangents(self, saved: Saved, tangents: Tangents) -> Cotangents:
         kept, _ = saved.kept
         return self.loop.tangents(Saved(saved.inputs, saved.globals, kept), tangents)
-
-    @functools.cached_property
-    def _type(self) -> tuple[Any, Any]:
-        aval = self.region.targets[self.number].result.aval
-        return aval.shape, aval.dtype
 
     def _others(self, wanted: Wanted) -> list[int]:
         """The other targets that have derivatives with respect to what is wanted."""

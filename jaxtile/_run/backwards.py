@@ -22,7 +22,7 @@ Sums = tuple[list[Array], list[Array]]
 """Of cotangents of the wanted inputs, and of the wanted globals."""
 
 
-class Place(NamedTuple):
+class Into(NamedTuple):
     """Where the cotangents of a tile's window go."""
 
     slots: Slots
@@ -46,7 +46,7 @@ class Backwards(Work):
         tile: Tile,
         saved: Saved,
         given: Given,
-        into: Sequence[Place],
+        into: Sequence[Into],
         shared: Places,
         zeros: Zeros,
     ):
@@ -135,7 +135,7 @@ class Backwards(Work):
         return zero(found[1])
 
 
-def put_in(carry: Sums, pulled: Sums, into: Sequence[Place], row: Row) -> tuple[Sums, list[Array]]:
+def put_in(carry: Sums, pulled: Sums, into: Sequence[Into], row: Row) -> tuple[Sums, list[Array]]:
     """The sums with one more tile; and what is to be written to those in host memory."""
     (sums, totals), (from_windows, from_globals) = carry, pulled
     new, waiting, late = [], [], _late(row, from_globals)

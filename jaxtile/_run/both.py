@@ -33,7 +33,7 @@ class Both(Work):
     def compute(self, windows: Arrays, x: Any) -> tuple[list[State], Sums]:
         tile, given, row = self.tile, self.backwards.given, list(x[0])
         values, pull = tile.pullback(windows, self.forwards.globals_, given.wanted, row)
-        found = tile.given(values, row)
+        found = tile.shares_of(values, row)
         reduced = [(t, s) for t, s in zip(tile.region.targets, found, strict=True) if t.reduction]
         # The derivative of a sum needs no state. Other reductions have no cotangent here.
         states, notes = [s for _, s in reduced], [reducer(t).remember(s) for t, s in reduced]

@@ -14,7 +14,7 @@ from .._mesh.devices import Devices
 from .._regions.region import Group, Region
 from .._regions.regions import Schedule
 from .._regions.stages import RunStage, stage_runner
-from .._regions.tile import known, lookup
+from .._regions.tile import lookup, with_value
 from .again import Again
 from .at_once import AtOnce
 from .loop import Loop
@@ -79,7 +79,7 @@ class _Runner:
         self, steps: Sequence[Node | Region | Group], env: dict[Value, Any], statistics: Statistics
     ) -> None:
         """Extend `env` by what the steps compute."""
-        hosted: dict[Value, jax.Array] = {}
+        copies: dict[Value, jax.Array] = {}
         for step in steps:
             if isinstance(step, Node):
                 operands = [self.whole(env, v) for v in step.inputs]
@@ -89,23 +89,23 @@ class _Runner:
                 # What these equations compute is held anyway, so other such regions use it too.
                 results = evaluate(step, env, {})
             else:
-                results = self._run_body(self._body(step), env, hosted)
+                results = self._run_body(self._body(step), env, copies)
             for value, x in zip(step.results, results, strict=True):
-                env[value] = known(x, statistics[value]) if value in statistics else x
-            hosted |= {v: to_host(env[v]) for v in step.results if self._has_copy(v)}
+                env[value] = with_value(x, statistics[value]) if value in statistics else x
+            copies |= {v: to_host(env[v]) for v in step.results if self._has_copy(v)}
 
     def _has_copy(self, value: Value) -> bool:
         """Is a result offloaded that is needed on the device as well?"""
         return self.stored.get(value) == "host" and value not in self.hosted
 
     def _run_body(
-        self, body: Recomputed, env: dict[Value, Any], hosted: Mapping[Value, jax.Array]
+        self, body: Recomputed, env: dict[Value, Any], copies: Mapping[Value, jax.Array]
     ) -> list[jax.Array]:
         region = body.region
         inputs = [lookup(env, v.array) for v in region.inputs]
         globals_ = [self.whole(env, v) for v in region.globals]
-        copies = [hosted.get(v.array) for v in region.inputs]
-        results, inputs = run(body, inputs, globals_, copies)
+        in_host_memory = [copies.get(v.array) for v in region.inputs]
+        results, inputs = run(body, inputs, globals_, in_host_memory)
         if self.devices is None:
             read = zip(region.inputs, inputs, strict=True)
             env.update((v, x) for v, x in read if v.base is None and x is not None)

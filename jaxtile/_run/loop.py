@@ -35,7 +35,7 @@ from .._regions.targets import Target
 from .._rules.manual import as_varying_as
 from .._rules.reductions import accumulation_dtype
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
-from .backwards import Backwards, Place, Sums, put_in
+from .backwards import Backwards, Into, Sums, put_in
 from .both import Both
 from .forwards import Forwards, Targets
 from .in_place import are_parts, chosen, places
@@ -155,11 +155,11 @@ class Loop:
         zeros = zeros_after(given.cotangents, [*there(saved.inputs), *saved.globals])
         shared = self._shared(given)
         into = [
-            Place(tile.result_slots[shared[i]], adds=False)
+            Into(tile.result_slots[shared[i]], adds=False)
             if i in shared
-            else Place(tile.input_slots[i], adds=not self.parted[i] or c is not None)
+            else Into(tile.input_slots[i], adds=not self.parted[i] or c is not None)
             for i, c in enumerate(given.begun)
-        ] or [Place(slots) for slots in tile.input_slots]
+        ] or [Into(slots) for slots in tile.input_slots]
         carry = self.sums(saved.globals, given, tiles, zeros)
         for i, k in shared.items():
             carry[0][sum(given.wanted[0][:i])] = cast(Array, given.cotangents[k])
@@ -269,5 +269,5 @@ class Loop:
 
     def added(self, carry: Sums, pulled: Sums, wanted: Wanted, row: Row) -> Sums:
         """The sums with one more tile, all of them on the device."""
-        into = [Place(slots) for slots in select(self.tile.input_slots, wanted[0])]
+        into = [Into(slots) for slots in select(self.tile.input_slots, wanted[0])]
         return put_in(carry, pulled, into, row)[0]

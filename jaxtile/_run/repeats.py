@@ -26,9 +26,9 @@ from .tile import Tile
 class Repeats:
     """Counts such tiles, for any arguments of a schedule."""
 
-    def __init__(self, plan: Schedule):
-        self.inputs = plan.graph.inputs
-        skipping = [r for r in plan.regions if r.skips and r.tiled and r.tiles > 1]
+    def __init__(self, schedule: Schedule):
+        self.inputs = schedule.graph.inputs
+        skipping = [r for r in schedule.regions if r.skips and r.tiled and r.tiles > 1]
         tiles = [Tile(region, stage_runner()) for region in skipping]
         self.tiles = [(tile, _columns(tile)) for tile in tiles]
 

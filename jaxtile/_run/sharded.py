@@ -63,9 +63,7 @@ class Sharded:
 
     def backward(self, saved: Saved, given: Given) -> tuple[Cotangents, Cotangents]:
         wanted = given.wanted
-        cotangents = [
-            None if c is None or c.dtype == jax.dtypes.float0 else c for c in given.cotangents
-        ]
+        cotangents = given.cotangents
         run = self._on_devices(
             functools.partial(self._backward, wanted),
             (

@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -125,7 +124,7 @@ class Tile:
 
     def result_windows(self, cotangents: Cotangents, row: Row) -> list[Any]:
         return [
-            None if c is None or c.dtype == jax.dtypes.float0 else window(c, slots, row)
+            None if c is None else window(c, slots, row)
             for c, slots in zip(cotangents, self.result_slots, strict=True)
         ]
 
@@ -141,10 +140,10 @@ class Tile:
             values, _ = self.pullback(windows, globals_, wanted, row)
         else:
             values = self._evaluate(windows, globals_, row)
-        return self.given(values, row)
+        return self.shares_of(values, row)
 
-    def given(self, values: Sequence[Sequence[Array]], row: Row) -> list[State]:
-        """The same, of the operands of each target."""
+    def shares_of(self, values: Sequence[Sequence[Array]], row: Row) -> list[State]:
+        """What a tile gives to each target, from the operands of the targets."""
         return [
             tuple(operands)
             if target.reduction is None

@@ -11,7 +11,7 @@ from jax import lax
 
 from .._graph.values import Node, Value
 from .._regions.region import Group, Region
-from .._regions.tile import known, lookup
+from .._regions.tile import lookup, with_value
 from .._rules.clamp import clamped
 from .._rules.manual import alike
 from .arrays import (
@@ -173,5 +173,5 @@ def _apply(
                 continue
             results = _computed(node, operands)
             for value, x in zip(node.outputs, results, strict=True):
-                env[value] = known(x, statistics[value]) if value in statistics else x
+                env[value] = with_value(x, statistics[value]) if value in statistics else x
     return read

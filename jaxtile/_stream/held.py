@@ -60,11 +60,11 @@ class Held:
 class Globals:
     """Global equations that run between two passes, as one program."""
 
-    def __init__(self, nodes: list[Node], plan: Schedule, active: Active):
+    def __init__(self, nodes: list[Node], schedule: Schedule, active: Active):
         made = dict.fromkeys(v for node in nodes for v in node.outputs)
         read = [v.array for node in nodes for v in node.inputs]
-        elsewhere = {v.array for v in plan.graph.outputs}
-        for step in plan.flat:
+        elsewhere = {v.array for v in schedule.graph.outputs}
+        for step in schedule.flat:
             if isinstance(step, Region):
                 for region in filter(None, (step, step.again)):
                     elsewhere.update(v.array for v in (*region.inputs, *region.globals))

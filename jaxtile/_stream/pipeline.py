@@ -41,7 +41,7 @@ class Reads:
 
 
 class Once:
-    """Computes tiles that read the same once, on the host, as `Work.skipping` does in a loop."""
+    """Computes tiles that read the same once, on the host, as a loop does (`_run/alike.py`)."""
 
     def __init__(self, tile: Tile, skipped: Callable[[], None]):
         """`skipped` is called for each tile that is not computed."""

@@ -45,25 +45,25 @@ class Program:
         self, traced: Traced, options: Options, wanted: Collection[int] = (), batch_bytes: int = 0
     ):
         self.traced, self.wanted = traced, list(wanted)
-        plan, self.held = _schedule(traced, options, bool(self.wanted))
-        self.graph = plan.graph
-        if not all(region.tiled for region in plan.regions):
+        schedule, self.held = _schedule(traced, options, bool(self.wanted))
+        self.graph = schedule.graph
+        if not all(region.tiled for region in schedule.regions):
             raise TilingError(
                 f"`tiles` (={options.tiles!r}) must be numbers of tiles: `jaxtile.stream` holds no "
                 "whole arrays; (1, 1) is one tile"
             )
         active, run_stage = _active(self.graph, self.wanted), stage_runner()
         self.steps: list[Pass | Globals] = []
-        for _, steps in itertools.groupby(plan.flat, lambda s: isinstance(s, Region)):
+        for _, steps in itertools.groupby(schedule.flat, lambda s: isinstance(s, Region)):
             found = list(steps)
             nodes = [step for step in found if isinstance(step, Node)]
             regions = [step for step in found if isinstance(step, Region)]
             self.steps += [Pass(r, run_stage, active, batch_bytes) for r in regions]
-            self.steps += [Globals(nodes, plan, active)] if nodes else []
+            self.steps += [Globals(nodes, schedule, active)] if nodes else []
         self.passes = [step for step in self.steps if isinstance(step, Pass)]
         outputs = {v.array for v in self.graph.outputs}
         results = {t.value for p in self.passes for t in p.region.targets if not t.reduction}
-        self.stored = {v: plan.stored[v] for v in results if v not in self.held | outputs}
+        self.stored = {v: schedule.stored[v] for v in results if v not in self.held | outputs}
         """What is between the passes, in host memory or in files."""
         self.sum_dtypes = self._sum_dtypes()
 
@@ -228,7 +228,7 @@ def _schedule(
         _copy_outputs(graph)
         outputs = {v for v in graph.outputs if v.node is not None}
         stored = {**stored, **dict.fromkeys(held | outputs, "device")}
-        running = Running(skips=options.skip, streamed=True)
+        running = Running(skips=options.skip, both_passes=False)
         return schedule_of(graph, stored, tiles, traced.rank, running), held
     except TilingError as error:
         if options.policy is None:

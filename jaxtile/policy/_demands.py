@@ -12,7 +12,6 @@ from .._errors import Mixes, TilingError
 from .._geometry import Window
 from .._graph.values import Node, Value
 from .._regions.demands import plan
-from .._rules import traits
 
 
 class Demand(NamedTuple):
@@ -44,7 +43,7 @@ class Probe:
             tuple(self.lengths),
             tuple((v.aval.shape, v.axes) for v in (*self.domain, *self.reads)),
             tuple((e.primitive.name, e.out_avals, e.in_axes) for e in equations),
-            tuple(str(n.equation.params) for n in self.nodes if works(n)),
+            tuple(str(n.equation.params) for n in self.nodes if n.works),
         )
         if key not in known:
             known[key] = self._demands()
@@ -110,8 +109,3 @@ def _size(length: int) -> int:
     that of an enlargement more than one position is needed.
     """
     return 1 << max(0, (length // 8).bit_length() - 1)
-
-
-def works(node: Node) -> bool:
-    """Is it worth storing what it computes?"""
-    return traits(node.equation.primitive).works

@@ -29,7 +29,7 @@ from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Place, Storage, Value
 from .._regions.grid import Grid, GridSpec
 from .._rules import traits
-from ._demands import Demands, Probe, works
+from ._demands import Demands, Probe
 
 
 class Choice(NamedTuple):
@@ -284,7 +284,7 @@ def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
         return False
 
     def worth(node: Node) -> bool:
-        large = node.reduction is not None or (node.tiled and works(node))
+        large = node.reduction is not None or (node.tiled and node.works)
         return large and not named_soon(node.outputs[0])
 
     return worth

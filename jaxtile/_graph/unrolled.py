@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .joint import Joint
 from .layers import Scan
-from .values import Value, known
+from .values import Value, constants_of
 
 
 class Walks(Protocol):
@@ -36,7 +36,7 @@ def unrolled(eqn: Any, inputs: Sequence[Value], walks: Walks) -> list[Value]:
     collected: list[list[Value]] = []
     for i in reversed(steps) if params["reverse"] else steps:
         items = [walks.call(lambda x, i=i: x[i], [x]) for x in xs]
-        out = walks.walk(body.jaxpr, known(body.consts), [*consts, *carry, *items])
+        out = walks.walk(body.jaxpr, constants_of(body.consts), [*consts, *carry, *items])
         carry = out[:n_carry]
         collected.append(out[n_carry:])
     if params["reverse"]:
