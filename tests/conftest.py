@@ -4,7 +4,8 @@ The CPU passes for eight devices: programs use one of them unless a test asks fo
 looks for garbage less often: traced programs are many objects that stay.
 
 Programs that tests start inherit which signals are ignored. In the background of a shell, or under
-`nohup`, some are, and a program respects that; a test that sends them must not depend on it.
+`nohup`, some are, and a program respects that; a test that sends them must not depend on it. They
+keep compiled modules, as they do for users, even if this process was told not to.
 """
 
 import gc
@@ -15,6 +16,7 @@ import signal
 from . import FLAGS
 
 os.environ.setdefault("XLA_FLAGS", FLAGS)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest

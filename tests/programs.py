@@ -15,7 +15,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent
 IMPORTED = [
-    f"experiments.{name}" for name in ("program.command", "training.run", "training.summary")
+    f"experiments.{name}"
+    for name in ("program.command", "training.run", "training.summary", "training.pictures")
 ]
 
 

@@ -7,6 +7,7 @@ A network is drawn as a list of plain tuples, so that a failing one can be read 
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 from typing import Any
 
@@ -20,6 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxtile
 
 from .support import conv, max_pool
+
+EXAMPLES = int(os.environ.get("EXAMPLES", "60"))
+"""In each of the long tests: as many as fit between others, or as there are nights."""
 
 CHANNELS = 2
 ACTIVATIONS = {

@@ -18,6 +18,7 @@ from experiments.devices.hosts import find_devices
 from experiments.program.config import ConfigError
 
 from . import FLAGS
+from .programs import python
 from .support import parametrize_few
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -198,8 +199,8 @@ def test_a_wrong_mesh_is_refused(shape):
     [["--processes=2"], ["--coordinator=127.0.0.1:1", "--processes=2", "--process=2"]],
 )
 def test_flags_that_do_not_belong_together(tmp_path, arguments):
-    process = launch(tmp_path / "run", *arguments)
-    text = ended(process)
-    assert process.returncode == 1
-    assert text.startswith("error: --coordinator")
+    given = [f"--config={ROOT}/tests/tiny_config.py", f"--workdir={tmp_path / 'run'}", *arguments]
+    done = python("-m", "experiments.train", *given, together=True)
+    assert done.returncode == 1
+    assert done.stdout.startswith("error: --coordinator")
     assert not (tmp_path / "run").exists()

@@ -18,7 +18,7 @@ import jaxtile
 import policies
 
 from .meshes import AXES, WEIGHTS, devices, on, sharded
-from .random_networks import networks
+from .random_networks import EXAMPLES, networks
 from .support import (
     assert_close,
     assert_same,
@@ -213,7 +213,7 @@ def test_random_networks(network, shape, axes):
 
 
 @pytest.mark.slow
-@hypothesis.settings(max_examples=300, **(_SETTINGS | {"derandomize": False}))
+@hypothesis.settings(max_examples=EXAMPLES, **(_SETTINGS | {"derandomize": False}))
 @hypothesis.given(networks(), shapes, mesh_axes)
 def test_many_random_networks(network, shape, axes):
     check_random(network, shape, axes)

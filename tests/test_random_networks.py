@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import jaxtile
 
-from .random_networks import Network, RandomPolicy, in_strips, networks
+from .random_networks import EXAMPLES, Network, RandomPolicy, in_strips, networks
 from .random_rules import nudged, within
 from .support import assert_close, assert_same, results
 
@@ -79,7 +79,7 @@ def test_a_maximum_of_what_is_computed_twice():
 
 
 @pytest.mark.slow
-@settings(max_examples=600, **(_SETTINGS | {"derandomize": False}))
+@settings(max_examples=EXAMPLES, **(_SETTINGS | {"derandomize": False}))
 @hypothesis.given(networks())
 def test_many_random_networks(network):
     check(network)
@@ -92,7 +92,7 @@ def test_random_network_in_strips(network):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, **(_SETTINGS | {"derandomize": False}))
+@settings(max_examples=EXAMPLES // 3, **(_SETTINGS | {"derandomize": False}))
 @hypothesis.given(networks())
 def test_many_random_networks_in_strips(network):
     check(in_strips(network))

@@ -15,7 +15,7 @@ from policies import format_bytes
 from ..program.files import write_atomically
 from ..program.progress import Now
 from ..tasks import Segmentation, class_colours
-from . import page, pictures
+from . import page
 from .run import Run
 from .step import Step
 from .workdir import Workdir
@@ -91,6 +91,8 @@ def speed(workdir: Workdir) -> dict[str, float]:
 
 def draw(run: Run) -> list[pathlib.Path]:
     """The pictures; returns their files."""
+    from . import pictures  # Matplotlib takes a second to import, which no run should wait for
+
     learner, dataset, folder = run.learner, run.evaluation.dataset, run.workdir.path
     pictures.loss_curve(run.workdir.metrics(), learner.task.quality, folder / "loss.png")
     examples = [dataset.example(i, None) for i in range(min(_EXAMPLES, len(dataset)))]
