@@ -1,13 +1,15 @@
 """Steps on images in host memory, larger than the device: planned, run and timed.
 
     python -m experiments.gigapixel --model=vgg16 --size=32768 --size=65536 --budget=16GiB
+    python -m experiments.gigapixel --dense --size=8192 --size=32768 --budget=16GiB
     python -m experiments.gigapixel --model=resnet50 --frozen --size=65536 --budget=16GiB
     python -m experiments.gigapixel --model=resnet50 --size=32768 --offload=80GiB
 
 The image is of 8 bits, and each tile is normalised where it is computed. A step is the loss of a
-class for the image, and the gradients of all weights. The first one is not counted: it is when the
-host finds its pages. XLA gives arrays at most 64 GiB of the host, unless
-`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise. Planning compiles what is run; with a
+class for the image, and the gradients of all weights; or, if it is dense, of a class for each
+pixel, with a map of labels beside the image, so that the loss is a sum over tiles. The first step
+is not counted: it is when the host finds its pages. XLA gives arrays at most 64 GiB of the host,
+unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise. Planning compiles what is run; with a
 `JAX_COMPILATION_CACHE_DIR` that is not done twice.
 """
 
@@ -36,6 +38,7 @@ from .program.progress import Now
 
 _MODEL = flags.DEFINE_enum("model", "vgg16", ["vgg16", "resnet50"], "the model")
 _FROZEN = flags.DEFINE_bool("frozen", False, "ResNet-50 with its running statistics")
+_DENSE = flags.DEFINE_bool("dense", False, "VGG16 with a class for each pixel")
 _SIZE = flags.DEFINE_multi_integer("size", [32768], "height and width", 1)
 _WIDTH = flags.DEFINE_integer("width", 64, "channels of the first convolution", 1)
 _BUDGET = flags.DEFINE_string("budget", "16GiB", "bytes of the device for the compiled step")
@@ -46,8 +49,7 @@ _PLAN = flags.DEFINE_string("plan", None, "take this plan, instead of looking fo
 _SAVE = flags.DEFINE_string("save", None, "write the last plan here, as JSON")
 _LIMIT = flags.DEFINE_float("limit", 120, "seconds for a search that goes on though one plan fits")
 
-_CLASSES = 1000
-_AXES = (None, None, (1, 2), None)
+_CLASSES, _DENSE_CLASSES = 1000, 8
 
 _HEAD = (
     "| image | step, s | ns a pixel | estimated, s | bytes | of the host | planned, s "
@@ -59,6 +61,8 @@ def main(argv: list[str]) -> None:
     del argv
     if _FROZEN.value and _MODEL.value != "resnet50":
         sys.exit(f"error: --frozen is for resnet50: {_MODEL.value} has no statistics")
+    if _DENSE.value and _MODEL.value != "vgg16":
+        sys.exit(f"error: --dense is for vgg16: {_MODEL.value} has no classifier of pixels")
     try:
         output("save", _SAVE.value)
         policies.parse_bytes(_BUDGET.value)
@@ -72,9 +76,9 @@ def main(argv: list[str]) -> None:
     except (ValueError, TypeError, OSError, policies.BudgetError) as error:
         sys.exit(f"error: {error}")
     device = jax.devices()[0].device_kind
-    frozen = ", frozen statistics" if _FROZEN.value else ""
+    kind = ", frozen statistics" if _FROZEN.value else ", dense" if _DENSE.value else ""
     print(
-        f"\n{_MODEL.value}{frozen}, {_DTYPE.value}, within {_BUDGET.value}; {device}, "
+        f"\n{_MODEL.value}{kind}, {_DTYPE.value}, within {_BUDGET.value}; {device}, "
         f"jax {jax.__version__}"
     )
 
@@ -82,14 +86,16 @@ def main(argv: list[str]) -> None:
 def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> str:
     now(f"{size} x {size}: making weights and the image")
     loss, params, rest = network()
-    image, labels = image_on_host(size), jnp.zeros((1,), jnp.int32)
+    image = on_host((1, size, size, 3), 256)
+    labels = on_host((1, size, size), _DENSE_CLASSES) if _DENSE.value else jnp.zeros(1, jnp.int32)
     args = params, rest, image, labels
+    axes = (None, None, (1, 2), (1, 2) if _DENSE.value else None)
     begin = time.perf_counter()
     if plan is None:
         plan = jaxtile.plan(
             loss,
             *args,
-            in_axes=_AXES,
+            in_axes=axes,
             budget=_BUDGET.value,
             step=gradients,
             offload=offload,
@@ -101,7 +107,7 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> 
     say(f"{size} x {size}: planned in {planned:.0f} s\n{plan.explain()}")
     if _SAVE.value:
         plan.save(_SAVE.value)
-    step = jax.jit(gradients(jaxtile.checkpoint(loss, in_axes=_AXES, policy=plan)))
+    step = jax.jit(gradients(jaxtile.checkpoint(loss, in_axes=axes, policy=plan)))
     now("compiling")
     begin = time.perf_counter()
     compiled = step.lower(*args).compile()
@@ -116,7 +122,8 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> 
         times.append(time.perf_counter() - begin)
         values.append(float(value))
         say(f"a step in {times[-1]:.3f} s, loss {values[-1]!r}")
-    image.delete()
+    for array in (image, labels):
+        array.delete()
     first, *others = times
     mean = sum(others) / len(others)
     return (
@@ -129,10 +136,13 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> 
 def network() -> tuple[Callable[..., Any], Any, Any]:
     """The loss of a model on pixels of 8 bits, its weights, and the rest of its state."""
     dtype = jnp.dtype(_DTYPE.value)
-    own = {"frozen": _FROZEN.value} if _MODEL.value == "resnet50" else {"pooled": True}
+    if _MODEL.value == "resnet50":
+        own = {"frozen": _FROZEN.value}
+    else:
+        own = {"dense": True} if _DENSE.value else {"pooled": True}
     model = models.create(
         _MODEL.value,
-        num_classes=_CLASSES,
+        num_classes=_DENSE_CLASSES if _DENSE.value else _CLASSES,
         width=_WIDTH.value,
         dtype=dtype,
         param_dtype=dtype,
@@ -154,14 +164,15 @@ def gradients(loss: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(loss, has_aux=True)
 
 
-def image_on_host(size: int) -> jax.Array:
+def on_host(shape: tuple[int, ...], numbers: int) -> jax.Array:
     """Noise that repeats itself, so that it is made fast: never the same in tiles that touch."""
-    block = np.random.default_rng(0).integers(0, 256, (1, min(size, 1021), size, 3), np.uint8)
-    pixels = np.empty((1, size, size, 3), np.uint8)
-    for top in range(0, size, block.shape[1]):
-        rows = pixels[:, top : top + block.shape[1]]
-        rows[...] = block[:, : rows.shape[1]]
-    return jax.device_put(pixels, host_of(jax.devices()[0]))
+    rows = min(shape[1], 1021)
+    block = np.random.default_rng(0).integers(0, numbers, (1, rows, *shape[2:]), np.uint8)
+    found = np.empty(shape, np.uint8)
+    for top in range(0, shape[1], rows):
+        some = found[:, top : top + rows]
+        some[...] = block[:, : some.shape[1]]
+    return jax.device_put(found, host_of(jax.devices()[0]))
 
 
 def say(text: str) -> None:

@@ -30,8 +30,12 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
             ["experiments.gigapixel", "--size=32", "--width=2", "--budget=40MB", "--steps=1"],
             ["| 32 x 32 |", "vgg16, bfloat16, within 40MB"],
         ),
+        (
+            ["experiments.gigapixel", "--size=64", "--width=2", "--budget=40MB", "--dense"],
+            ["| 64 x 64 |", "vgg16, dense, bfloat16, within 40MB"],
+        ),
     ],
-    ids=["grids", "largest", "gigapixel"],
+    ids=["grids", "largest", "gigapixel", "dense gigapixel"],
 )
 def test_program(arguments, words):
     done = run(*arguments)
@@ -49,6 +53,7 @@ def test_program(arguments, words):
         ("plan --picture=plan.gif", "--picture=plan.gif must end in .png, .svg, .pdf"),
         ("plan --save=nowhere/plan.json", "--save=nowhere/plan.json: there is no folder nowhere"),
         ("plan --save=tests", "--save=tests: is a folder"),
+        ("gigapixel --model=resnet50 --dense", "--dense is for vgg16: resnet50 has no classifier"),
         ("gigapixel --size=64 --save=nowhere/plan.json", "there is no folder nowhere"),
         ("calibrate --models=unet,unett", "--models: there is no model unett"),
         ("calibrate --output=nowhere/costs.json", "there is no folder nowhere"),
