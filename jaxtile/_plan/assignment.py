@@ -115,10 +115,9 @@ class Assignments:
         self.of_regions = RegionCosts(self.facts, costs)
         self._link = costs.host_bandwidth or math.inf
         facts = self.facts
-        self._settled = {
-            k: KEPT if facts.tiled[k] else INSIDE for k in facts.parts if k not in facts.whole
-        }
-        """States that no schedule can choose."""
+        settled = {k: KEPT if facts.tiled[k] else INSIDE for k in {*facts.parts} - {*facts.whole}}
+        self._settled = [settled.get(k) for k in range(facts.n)]
+        """States that no schedule can choose, or None."""
         self._beside: dict[Any, InPlace] = {}
         self._segments: dict[Any, Segment] = {}
 
@@ -153,7 +152,8 @@ class Assignments:
         return Segment(seconds, needs, regions, kept, hosted, most_hosted)
 
     def _states(self, given: Assignment) -> list[int]:
-        return [self._settled.get(k, state) for k, state in enumerate(given.states)]
+        both = zip(self._settled, given.states, strict=True)
+        return [state if settled is None else settled for settled, state in both]
 
     def _split(
         self, joint: int | None, own: Sequence[int], states: Sequence[int], modes: Sequence[Mode]

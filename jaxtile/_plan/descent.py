@@ -63,8 +63,8 @@ class Descent:
         self.span = span or Span(None, self.facts.parts, None)
         self.is_part = span is not None
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
-        self.known = {*self.span.own, *(i for k in self.span.own for i in self.facts.inputs[k])}
-        self.edges = [(k, i) for k in self.span.own for i in self.facts.inputs[k]]
+        inside = {*self.span.own}
+        self.edges = [(k, i) for k in self.span.own for i in self.facts.inputs[k] if i in inside]
         self.modes = [Mode(None), Mode("whole")]
         self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
         self.groups = list(groups(self.facts, self.span).values())
@@ -300,9 +300,10 @@ class Descent:
         than the forward pass, in tiles.
         """
         if what == "state":
+            free = [k for k in members if here.modes[k].grid is not None]  # others have no choice
             for state in self.states:
-                if any(here.states[k] != state for k in members):
-                    yield self._normal(_replaced(here.states, members, state), here.modes)
+                if any(here.states[k] != state for k in free):
+                    yield self._normal(_replaced(here.states, free, state), here.modes)
             return
         at = self.modes.index(here.modes[members[0]])
         near = self.modes[max(0, at - 3) : at + 4]
@@ -330,21 +331,23 @@ class Descent:
         plain JAX keeps it has no whole arrays but those that others read; what such operations read
         is kept. What is hosted is made and read by loops.
         """
-        found = list(states)
-        once = {k: modes[k].grid is None for k in self.known}
-        loops = {k: modes[k].loops for k in self.known} if self.host else once
-        for k in self.span.own:
-            if once[k]:
+        found, grids = list(states), list(modes)
+        begin, end, _ = self.here.indices(self.facts.n)
+        once = {k for k in range(begin, end) if modes[k].grid is None}
+        if once:
+            for k in once.intersection(self.span.own):
                 found[k] = INSIDE
-        for k, i in self.edges:
-            if once[k] != once[i] or (found[i] == HOSTED and not (loops[k] and loops[i])):
-                found[i] = KEPT
+            for k, i in self.edges:
+                if (k in once) != (i in once):
+                    found[i] = KEPT
+        if self.host:
+            for k, i in self.edges:
+                if found[i] == HOSTED and not (modes[k].loops and modes[i].loops):
+                    found[i] = KEPT
         for border in (self.span.begin, self.span.end):
             if border is not None:
                 found[border] = KEPT
-        grids = list(modes)
-        begin, end, _ = self.here.indices(self.facts.n)
-        for k in reversed(range(begin, end - 1)):
+        for k in range(end - 2, begin - 1, -1):
             if found[k] == INSIDE:
                 grids[k] = grids[k + 1]
         return Assignment(tuple(found), tuple(grids))

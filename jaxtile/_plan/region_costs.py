@@ -24,13 +24,13 @@ class Tile(NamedTuple):
     share: Mapping[int, float]
     """Per operation, of its positions."""
     first: float
-    """Seconds of all tiles, forwards."""
+    """Seconds of all tiles, forwards, if that is in tiles."""
     again: float
     """The same, backwards, and of what is computed again for that, but for the result."""
     last: float
     """To compute the result again."""
     forward: float
-    """Bytes that it needs at once, forwards."""
+    """Bytes that it needs at once, forwards, if that is in tiles."""
     held: float
     """Bytes that are held for the derivative."""
     cotangents: float
@@ -46,6 +46,7 @@ class RegionCosts:
         self.facts, self.costs = facts, costs
         self._costs: dict[Any, Cost] = {}
         self._tiles: dict[Any, Tile] = {}
+        self._lines: dict[Any, list[float]] = {}
 
     def cost(self, region: Region, states: Sequence[int]) -> Cost:
         facts = self.facts
@@ -71,8 +72,11 @@ class RegionCosts:
         """Of a region that is computed again, in tiles or in one piece."""
         facts, end, tiled_forward = self.facts, region.end, region.mode.tiled_forward
         tile = self._tile(region)
-        share = tile.share
-        forward, held = tile.forward, tile.held + sum(share[k] * facts.bytes[k] for k in passing)
+        share, first, forward = tile.share, tile.first, tile.forward
+        if not tiled_forward:
+            first = 0.0 if region.at_once else sum(facts.forward[k] for k in region.own)
+            forward = self._at_once(region.own, [end], dict.fromkeys(region.own, 1.0))
+        held = tile.held + sum(share[k] * facts.bytes[k] for k in passing)
         # A ReLU at the end is differentiated, and its result no longer needed, before the rest.
         clamped = facts.bytes[end] if facts.ends_with_clamp[end] else 0.0
         held += max(share[end] * clamped, tile.cotangents)
@@ -84,17 +88,17 @@ class RegionCosts:
             ends = share[end] * facts.bytes[end] if state == HOSTED else 0.0
             forward, held = forward + ahead + ends, held + 2 * ahead + sums + ends
         given = self._given(region, state in (KEPT, HOSTED, RESTORED))
-        seconds = tile.first + tile.again + (0.0 if given else tile.last)
-        return Cost(seconds, forward, max(held, tile.before), tile.first)
+        seconds = first + tile.again + (0.0 if given else tile.last)
+        return Cost(seconds, forward, max(held, tile.before), first)
 
     def _tile(self, region: Region) -> Tile:
-        key = region.mode, region.own, region.before, region.at_once
+        key = region.mode.grid, region.own, region.before, region.at_once
         if key not in self._tiles:
             self._tiles[key] = self._worked_out(region)
         return self._tiles[key]
 
     def _worked_out(self, region: Region) -> Tile:
-        facts, own, (grid, tiled_forward) = self.facts, region.own, region.mode
+        facts, own, grid = self.facts, region.own, region.mode.grid
         tiles = math.prod(grid) if isinstance(grid, tuple) else 1
         everything = sorted({*region.before, *own})
         share = self._shares(region, everything) if tiles > 1 else dict.fromkeys(everything, 1.0)
@@ -117,12 +121,10 @@ class RegionCosts:
             first, again, last = 0.0, tiles * (forward + backward) + started + later, 0.0
         return Tile(
             share,
-            first=first if tiled_forward or region.at_once else sum(facts.forward[k] for k in own),
+            first=first,
             again=again,
             last=tiles * last,
-            forward=self._at_once(
-                own, [region.end], share if tiled_forward else dict.fromkeys(own, 1.0)
-            ),
+            forward=self._at_once(own, [region.end], share),
             held=sum(share[k] * facts.held[k] for k in own if k != region.end),
             cotangents=max(self._cotangents(region, k, share, tiles > 1) for k in own),
             before=self._at_once(region.before, region.reads, share),
@@ -196,28 +198,29 @@ class RegionCosts:
         return both * (read + made), both * (read + cotangents)
 
     def _shares(self, region: Region, everything: Sequence[int]) -> dict[int, float]:
-        """Per operation, the share of its positions that a tile computes: from the last to the
-        first, each asks for as many positions of what it reads as it needs.
-        """
-        facts = self.facts
-        grid, parts, inside = region.mode.grid, facts.outline.parts, set(everything)
+        """Per operation, the share of its positions that a tile computes."""
+        grid, operations = region.mode.grid, tuple(everything)
         assert isinstance(grid, tuple)
-        half = sides(grid).tolist()
-        wide: dict[int, list[float]] = {k: [0.0] * facts.rank for k in everything}
-        for k in reversed(everything):
-            lengths = parts[k].lengths
-            if k == region.end or facts.reduces[k]:
-                tile = [-(-n // g) for n, g in zip(lengths, grid, strict=True)]
-                wide[k] = [max(a, b) for a, b in zip(wide[k], tile, strict=True)]
-            wide[k] = [min(a, n) for a, n in zip(wide[k], lengths, strict=True)]
+        lines = []
+        for axis, count in enumerate(grid):
+            key = axis, count, region.end, operations
+            if key not in self._lines:
+                self._lines[key] = self._line(*key)
+            lines.append(self._lines[key])
+        return dict(zip(operations, map(math.prod, zip(*lines, strict=True)), strict=True))
+
+    def _line(self, axis: int, count: int, end: int, operations: Sequence[int]) -> list[float]:
+        """The same along one axis that has so many tiles: from the last operation to the first,
+        each asks for as many positions of what it reads as it needs.
+        """
+        facts, half = self.facts, float(sides(count))
+        lengths = {k: facts.outline.parts[k].lengths[axis] for k in operations}
+        wide = dict.fromkeys(operations, 0.0)
+        for k in reversed(operations):
+            own = -(-lengths[k] // count) if k == end or facts.reduces[k] else 0
+            wide[k] = here = min(max(wide[k], own), lengths[k])
             for i, line in facts.reads[k]:
-                if i in inside:
-                    along = zip(wide[k], line, half, strict=True)
-                    need = [w * d.scale + side * d.halo for w, d, side in along]
-                    wide[i] = [max(a, b) for a, b in zip(wide[i], need, strict=True)]
-        return {
-            k: math.prod(
-                w / n if n else 1.0 for w, n in zip(wide[k], parts[k].lengths, strict=True)
-            )
-            for k in everything
-        }
+                if i in wide:
+                    demand = line[axis]
+                    wide[i] = max(wide[i], here * demand.scale + half * demand.halo)
+        return [wide[k] / n if n else 1.0 for k, n in lengths.items()]
