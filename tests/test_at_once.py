@@ -168,6 +168,23 @@ def test_of_several_weights_at_once(fun):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_no_labels(guarded):
+    """The mean over none has no finite derivative, but nothing that it masks has one."""
+
+    def loss(kernel, image, labels):
+        there = ~jnp.isnan(labels)
+        errors = jnp.where(there, jax.nn.softplus(kernel * image) - jnp.where(there, labels, 0), 0)
+        total, count = (errors**2).sum(), there.sum()
+        return jnp.where(count > 0, total / count, 0) if guarded else total / count
+
+    args = jnp.float64(1.5), IMAGE[0, ..., 0], LABELS[0, ..., 0]
+    tiled = jaxtile.checkpoint(loss, in_axes=(None, (0, 1), (0, 1)), tiles=(2, 2))
+    for labels in (args[2], args[2] * jnp.nan):
+        got, want = (jax.grad(run, (0, 1))(*args[:2], labels) for run in (tiled, loss))
+        assert_close(got, want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [mean, weighted, normed, product])
 def test_second_derivatives(fun):

@@ -86,5 +86,10 @@ class AtOnce:
 
 
 def _times(x: Array, factor: Array) -> Array:
+    """The product. Of a mean over no labels the factor is infinite, or NaN; what was masked in each
+    tile, before the factor came, stays 0.
+    """
     dtype = jnp.promote_types(x.dtype, factor.dtype)
-    return (x.astype(dtype) * factor.reshape(()).astype(dtype)).astype(x.dtype)
+    factor = factor.reshape(()).astype(dtype)
+    factors = jnp.where((x != 0) | jnp.isfinite(factor), factor, 0)
+    return (x.astype(dtype) * factors).astype(x.dtype)
