@@ -116,6 +116,25 @@ def test_second_derivative():
     assert_close(got, interpret(twice(network), *args))
 
 
+def test_second_derivative_by_way_of_what_passes():
+    """The windows of passing inputs are computed again, from what has tangents itself."""
+
+    def network(kernels, x):
+        for kernel in kernels:
+            x = jnp.tanh(conv(x, kernel))
+        return jnp.mean(x**3)
+
+    params, x = arguments(layers=3, size=(1, 6, 5, 1))
+    kernels = [kernel for kernel, _ in params]
+
+    def product(fun):
+        """Of the second derivative and a vector."""
+        return jax.jvp(lambda k: jax.grad(fun)(k, x), (kernels,), ([2 * k for k in kernels],))[1]
+
+    got = jax.jit(functools.partial(product, tiled(Results((2, 2), "p"), network)))()
+    assert_close(got, product(network))
+
+
 @pytest.mark.slow
 def test_on_a_mesh():
     mesh = jax.make_mesh((2, 2), ("rows", "cols"))

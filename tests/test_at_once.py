@@ -168,6 +168,23 @@ def test_of_several_weights_at_once(fun):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+def test_no_labels(guarded):
+    """The mean over none has no finite derivative, but nothing that it masks has one."""
+
+    def loss(kernel, image, labels):
+        there = ~jnp.isnan(labels)
+        errors = jnp.where(there, jax.nn.softplus(kernel * image) - jnp.where(there, labels, 0), 0)
+        total, count = (errors**2).sum(), there.sum()
+        return jnp.where(count > 0, total / count, 0) if guarded else total / count
+
+    args = jnp.float64(1.5), IMAGE[0, ..., 0], LABELS[0, ..., 0]
+    tiled = jaxtile.checkpoint(loss, in_axes=(None, (0, 1), (0, 1)), tiles=(2, 2))
+    for labels in (args[2], args[2] * jnp.nan):
+        got, want = (jax.grad(run, (0, 1))(*args[:2], labels) for run in (tiled, loss))
+        assert_close(got, want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fun", [mean, weighted, normed, product])
 def test_second_derivatives(fun):
@@ -195,6 +212,50 @@ def test_not_in_float16():
     got, want = (jax.grad(functools.partial(scaled, run))(kernel) for run in (tiled, loss))
     assert float(want.reshape(())) == pytest.approx(2**18 * 1e-7, rel=1e-3)
     assert float(got.reshape(())) == pytest.approx(2**18 * 1e-7, rel=1e-3)
+
+
+@jax.custom_jvp
+def square(x):
+    return (x.astype("float16") ** 2).astype(x.dtype)
+
+
+@square.defjvp
+def _square_jvp(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return square(x), (2 * x.astype("float16") * t.astype("float16")).astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        square,
+        lambda x: jax.lax.cond(x.sum() > 0, square, jnp.negative, x),
+        lambda x: x.astype(jnp.float8_e5m2).astype(x.dtype),
+        lambda x: jax.lax.reduce_precision(x, 5, 10),
+    ],
+)
+def test_small_ranges_inside(narrow):
+    def loss(kernel, image):
+        return jnp.sum(narrow(kernel * image) * 1e-9) * 1e9
+
+    kernel, image = jnp.float32(1.5), jnp.ones((4, 4), jnp.float32)
+    tiled = jaxtile.checkpoint(loss, in_axes=(None, (0, 1)), tiles=(2, 2))
+    assert not any(r.at_once for r in tiled.explain(kernel, image).regions)
+    assert float(jax.grad(tiled)(kernel, image)) == pytest.approx(float(jax.grad(loss)(1.5, image)))
+
+
+def test_an_image_of_float16():
+    """Its own gradient must be in range; that of weights is."""
+
+    def loss(kernel, image):
+        return jnp.sum(kernel * image.astype("float32") * 1e6) / 1e6
+
+    kernel, image = jnp.float32(1.5), jnp.ones((4, 4), jnp.float16)
+    tiled = jaxtile.checkpoint(loss, in_axes=(None, (0, 1)), tiles=(2, 2))
+    assert all(r.at_once for r in tiled.explain(kernel, image).regions)
+    for wanted in (0, (0, 1)):
+        got, want = (jax.grad(run, wanted)(kernel, image) for run in (tiled, loss))
+        assert_close(got, want, 1e-5)
 
 
 def test_in_narrow_types():

@@ -93,13 +93,14 @@ class Region:
     @functools.cached_property
     def moving(self) -> tuple[list[bool], list[bool]]:
         """With respect to which inputs and which globals its results have derivatives that the
-        function has too.
+        function has too; also of what computes passing inputs, for the second derivative.
 
         All of them, if being differentiated is what changes its results.
         """
         if self.changes_value:
             return _among(None, self)
-        return _among(moving(self.equations, {*self.results} & {*self.moved}), self)
+        nodes = [*self.before, *self.equations]
+        return _among(moving(nodes, {*self.results} & {*self.moved}), self)
 
     @property
     def has_rules(self) -> bool:
@@ -178,7 +179,7 @@ class Group:
         found = {*self.results} & {*self.regions[0].moved}
         for step in reversed(self.steps):
             found |= moving(step.equations if isinstance(step, Region) else [step], found)
-        return _among(found, self)
+        return _among(found | moving(self.before, found), self)
 
     @property
     def has_rules(self) -> bool:

@@ -6,7 +6,8 @@ cotangent 1, while the tile is there, and the backward pass multiplies. Nothing 
 computed twice; a function that is nothing but such a region costs no more than without tiles.
 
 If other results of the region turn out to have cotangents (that of a map which is returned beside
-the loss, say), the backward pass runs its own loop, and what was found is not used.
+the loss, say), the backward pass runs its own loop, and what was found is not used. So it does if
+the cotangents of an image of float16 are wanted, which must have the factor (`_graph/loss.py`).
 
 Known inefficiency: in forward mode the gradients are traced, though nothing needs them; XLA removes
 them from the loop.
@@ -18,9 +19,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._graph.values import moving
+from .._graph.loss import has_small_range
+from .._graph.values import Value, moving
 from .._rules.manual import as_varying_as
-from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, added, like
+from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, added, like, select
 from .loop import Loop
 from .recompute import Given, Saved
 
@@ -36,7 +38,7 @@ class AtOnce:
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
     ) -> tuple[list[Array], Any]:
         loop = self.loop
-        if wanted is None:
+        if wanted is None or any(has_small_range(v.aval.dtype) for v in self._of(wanted)):
             results, kept = loop.forward(inputs, globals_)
             return results, (kept, None)
         aval = self.region.targets[self.number].result.aval
@@ -53,7 +55,7 @@ class AtOnce:
         kept, sums = saved.kept
         factor = given.cotangents[self.number]
         others = [c for k, c in enumerate(given.cotangents) if k in self._others(given.wanted)]
-        if any(c is not None for c in others):
+        if sums is None or any(c is not None for c in others):
             return self.loop.backward(Saved(saved.inputs, saved.globals, kept), given)
         if factor is None:
             return given.begun, [None] * len(saved.globals)
@@ -68,12 +70,13 @@ class AtOnce:
         kept, _ = saved.kept
         return self.loop.tangents(Saved(saved.inputs, saved.globals, kept), tangents)
 
+    def _of(self, wanted: Wanted) -> list[Value]:
+        """Which inputs and globals these are."""
+        return [*select(self.region.inputs, wanted[0]), *select(self.region.globals, wanted[1])]
+
     def _others(self, wanted: Wanted) -> list[int]:
         """The other targets that have derivatives with respect to what is wanted."""
-        pairs = zip(
-            [*self.region.inputs, *self.region.globals], [*wanted[0], *wanted[1]], strict=True
-        )
-        differentiated = {v.array for v, w in pairs if w}
+        differentiated = {v.array for v in self._of(wanted)}
         return [
             k
             for k, t in enumerate(self.region.targets)
@@ -83,5 +86,10 @@ class AtOnce:
 
 
 def _times(x: Array, factor: Array) -> Array:
+    """The product. Of a mean over no labels the factor is infinite, or NaN; what was masked in each
+    tile, before the factor came, stays 0.
+    """
     dtype = jnp.promote_types(x.dtype, factor.dtype)
-    return (x.astype(dtype) * factor.reshape(()).astype(dtype)).astype(x.dtype)
+    factor = factor.reshape(()).astype(dtype)
+    factors = jnp.where((x != 0) | jnp.isfinite(factor), factor, 0)
+    return (x.astype(dtype) * factors).astype(x.dtype)
