@@ -4,6 +4,7 @@
     python -m experiments.bench --workdir=runs/bench --peers     # PyTorch too, if it is installed
     python -m experiments.bench --workdir=runs/bench --problem=vgg16,4096,bfloat16
     python -m experiments.bench --workdir=runs/bench --row='budget:*'   # and plain JAX
+    python -m experiments.bench --workdir=runs/bench --planners=8   # plans first, 8 at a time
     python -m experiments.bench --workdir=runs/bench --profile   # and where the time of a step goes
 
 The problems are VGG16, ResNet-50 and the U-Net on jaxtile's layers, and two networks that know
@@ -25,12 +26,14 @@ import pathlib
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from absl import flags
 from ml_collections import ConfigDict
 
 from .measuring.baselines import IN_TORCH, PLAIN, SHARDED
 from .measuring.cells import Cell, check
+from .measuring.planning import PREFIX, exceeds, file_of, make_plans
 from .measuring.processes import keep_off_devices, machine, measured, outcome, process
 from .measuring.results import Result, append, read
 from .program.command import profile_flag, start, workdir_flag
@@ -45,6 +48,9 @@ _ROW = flags.DEFINE_multi_string(
     "row", [], "some of the rows, beside plain JAX's: patterns, as store_all or 'budget:*'"
 )
 _PROFILE = profile_flag()
+_PLANNERS = flags.DEFINE_integer(
+    "planners", 0, "make all plans first, so many at a time; 0: each when its row is measured", 0
+)
 _REPEATS = flags.DEFINE_integer("repeats", 10, "timed steps", 1)
 _LIMIT = flags.DEFINE_integer("limit", 600, "seconds allowed per row", 1)
 
@@ -67,21 +73,30 @@ def main(argv: list[str]) -> None:
     try:
         if not _WORKDIR.value:
             raise ConfigError("--workdir must name a folder, as runs/bench")
-        backend, devices = machine_has()
-        default = _ON_CPU if backend == "cpu" else _ON_GPU
+        here = machine_has()
+        default = _ON_GPU if here.gpu else _ON_CPU
         problems = [parsed(text) for text in _PROBLEM.value or installed(default)]
         check_rows(_ROW.value)
-        print(bench(problems, _WORKDIR.value, devices=devices, with_peers=_PEERS.value))
+        print(bench(problems, _WORKDIR.value, here, with_peers=_PEERS.value))
     except ConfigError as error:
         sys.exit(f"error: {error}")
 
 
-def machine_has() -> tuple[str, int]:
-    """The backend and the number of its devices, asked in a process that ends."""
-    code = "import jax; print(jax.default_backend(), jax.device_count())"
+class Machine(NamedTuple):
+    devices: int
+    gpu: str | None
+    """What kind of GPU these are; None: they are none."""
+
+
+def machine_has() -> Machine:
+    """Asked in a process that ends."""
+    code = """if True:
+        import jax
+        print(jax.device_count(), jax.default_backend(), jax.devices()[0].device_kind)
+    """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    backend, number = done.stdout.split()[-2:]
-    return backend, int(number)
+    number, backend, kind = done.stdout.splitlines()[-1].split(maxsplit=2)
+    return Machine(int(number), None if backend == "cpu" else kind)
 
 
 def installed(problems: Sequence[str]) -> list[str]:
@@ -115,7 +130,7 @@ def chosen(cells: Iterable[Cell], patterns: Sequence[str]) -> list[Cell]:
     return [cell for cell in cells if any(fnmatch.fnmatch(cell.policy, p) for p in patterns)]
 
 
-def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool) -> str:
+def bench(problems: Sequence[Cell], path: str, here: Machine, *, with_peers: bool) -> str:
     """Measure what is missing; the table."""
     lock = Lock(path)
     folder = lock.folder
@@ -129,32 +144,69 @@ def bench(problems: Sequence[Cell], path: str, *, devices: int, with_peers: bool
             with Now(file=sys.stderr) as now:
                 now(f"measuring {cell.name}")
                 known[cell] = (
-                    peer(cell, settings, folder)
-                    if in_torch
-                    else measured(cell, settings, folder, profiled=_PROFILE.value)
+                    peer(cell, settings, folder) if in_torch else row(cell, settings, folder)
                 )
             append(folder / "results.jsonl", known[cell])
             print(f"{cell.name}: {outcome(known[cell])}", file=sys.stderr, flush=True)
         return known[cell]
 
+    cells = {p: chosen(baselines(p, here.devices), _ROW.value) for p in problems}
+    rows = {problem: [*map(found, some)] for problem, some in cells.items()}
+    cells = {p: chosen(planned(p, rows[p][0]), _ROW.value) for p in problems}
+    if _PLANNERS.value:
+        missing = [c for some in cells.values() for c in some if c not in known]
+        for result in plan_first(missing, folder, here.gpu):
+            known[result.cell] = result
+            append(folder / "results.jsonl", result)
     lines = []
     for problem in problems:
-        rows = [found(cell) for cell in chosen(baselines(problem, devices), _ROW.value)]
-        rows += [found(cell) for cell in chosen(planned(problem, rows[0]), _ROW.value)]
+        rows[problem] += map(found, cells[problem])
         if with_peers and problem.model in IN_TORCH:
             if importlib.util.find_spec("torch") is None:
                 print("--peers: PyTorch is not installed, so it is left out", file=sys.stderr)
             else:
-                cells = [dataclasses.replace(problem, policy=name) for name in _PEER_ROWS]
-                rows += [found(cell) for cell in chosen(cells, _ROW.value)]
-        lines += [*table(problem, rows), ""]
-        for row in rows if _PROFILE.value else ():
-            if "profile" in row.values:
-                title = _TITLES.get(row.cell.policy) or f"jaxtile, {row.cell.policy}"
-                lines += [f"{title}:", "", "```", row.values["profile"], "```", ""]
+                peers = [dataclasses.replace(problem, policy=name) for name in _PEER_ROWS]
+                rows[problem] += map(found, chosen(peers, _ROW.value))
+        lines += section(problem, rows[problem])
     text = "\n".join(lines)
     write_atomically(folder / "bench.md", text + "\n")
     return text
+
+
+def plan_first(cells: Sequence[Cell], folder: pathlib.Path, gpu: str | None) -> list[Result]:
+    """Make the plans of these cells; the results of those whose budgets are too small."""
+    cells = [cell for cell in cells if cell.policy.startswith(PREFIX)]
+    limits = {"at_once": _PLANNERS.value, "limit": _LIMIT.value}
+    with Now(file=sys.stderr) as now:
+        now(f"making {len(cells)} plans")
+        failed = make_plans(cells, folder, **limits, device=gpu, say=now)
+    # What failed otherwise, because nothing can be compiled for a GPU here, is planned on it.
+    too_small = {cell: found for cell, found in failed.items() if found[0] == "does not fit"}
+    return [Result(cell, *found, machine()) for cell, found in too_small.items()]
+
+
+def row(cell: Cell, settings: ConfigDict, folder: pathlib.Path) -> Result:
+    """As measured. A plan that was made before, and takes more than its budget as it runs, is made
+    anew.
+    """
+    file, profiled = file_of(cell, folder), _PROFILE.value
+    if not (cell.policy.startswith(PREFIX) and file.exists()):
+        return measured(cell, settings, folder, profiled=profiled)
+    found = measured(cell, settings, folder, profiled=profiled, plan=file)
+    if found.status == "ok" and exceeds(cell, found.values["compiled_bytes"]):
+        print(f"{cell.name}: its plan does not fit as it runs", file=sys.stderr, flush=True)
+        found = measured(cell, settings, folder, profiled=profiled)
+    return found
+
+
+def section(problem: Cell, rows: Sequence[Result]) -> list[str]:
+    """The table of a problem, and where the time of its rows went, if that is known."""
+    lines = [*table(problem, rows), ""]
+    for result in rows if _PROFILE.value else ():
+        if "profile" in result.values:
+            title = _TITLES.get(result.cell.policy) or f"jaxtile, {result.cell.policy}"
+            lines += [f"{title}:", "", "```", result.values["profile"], "```", ""]
+    return lines
 
 
 def lacks_profile(result: Result) -> bool:

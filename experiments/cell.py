@@ -26,21 +26,23 @@ import policies
 from .devices.memory import Peak, memory_of_device
 from .measuring import baselines, profile
 from .measuring.cells import Cell, check
+from .measuring.planning import PREFIX, plan_of
 from .measuring.problems import Problem, problem
 
 _PROFILED = 3  # steps
 
 
 def measure(
-    cell: Cell, *, warmup: int, repeats: int, compare: bool, profile_into: str = ""
+    cell: Cell, *, warmup: int, repeats: int, compare: bool, profile_into: str = "", plan: str = ""
 ) -> dict[str, Any]:
     """Times and bytes of a step: loss and gradients of all weights.
 
-    `profile_into`: a folder to trace some steps into.
+    `profile_into`: a folder to trace some steps into; `plan`: the file of a plan that was made for
+    the cell's budget.
     """
     found = problem(cell.model, cell.shape, jnp.dtype(cell.dtype))
     began = time.perf_counter()
-    loss, arguments, policy = _scheduled(cell, found)
+    loss, arguments, policy = _scheduled(cell, found, plan)
     traced = jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(*arguments)
     planned = time.perf_counter() - began
     # What a mesh's devices hold is not estimated yet.
@@ -82,21 +84,16 @@ def measure(
     return result
 
 
-def _scheduled(cell: Cell, found: Problem) -> tuple[Any, tuple[Any, ...], Any]:
+def _scheduled(cell: Cell, found: Problem, plan: str) -> tuple[Any, tuple[Any, ...], Any]:
     """The loss under the cell's policy, its arguments, and that policy; None: it is a baseline."""
     if cell.policy in baselines.NAMES:
         return *baselines.applied(cell.policy, cell.model, found), None
     options = {"tiles": cell.grid()} if cell.tiles else {}
-    if not cell.policy.startswith("budget:"):
+    policy: Any
+    if not cell.policy.startswith(PREFIX):
         policy = policies.resolve(cell.policy)
     else:
-        policy = policies.plan(
-            found.loss,
-            *found.arguments,
-            in_axes=found.in_axes,
-            budget=cell.policy.removeprefix("budget:"),
-            step=lambda tiled: jax.value_and_grad(tiled, has_aux=True),
-        )
+        policy = policies.Plan.load(plan) if plan else plan_of(cell, found)
     tiled = jaxtile.checkpoint(found.loss, in_axes=found.in_axes, policy=policy, **options)
     return tiled, found.arguments, policy
 

@@ -1,5 +1,6 @@
 """The benchmark, run as a user runs it, on a small problem."""
 
+import json
 import pathlib
 import re
 
@@ -8,8 +9,11 @@ import pytest
 from experiments.bench import baselines as rows
 from experiments.bench import check_rows, chosen, parsed, planned, table
 from experiments.measuring import baselines
+from experiments.measuring.cells import Cell
+from experiments.measuring.planning import exceeds, file_of, make_plans
+from experiments.measuring.processes import measured
 from experiments.measuring.results import Result
-from experiments.program.config import ConfigError
+from experiments.program.config import ConfigError, sweep
 
 from .test_experiments import run
 
@@ -43,6 +47,26 @@ def test_table_of_one_problem(tmp_path):
     again = run(*arguments, "--repeats=1", "--profile")
     assert again.stdout == done.stdout
     assert pathlib.Path(tmp_path / "results.jsonl").read_text() == results
+
+
+@pytest.mark.slow
+def test_plans_that_are_made_first(tmp_path):
+    """One that fits is taken when the row is measured."""
+    large, small = (Cell("alexnet", 67, 2, policy=f"budget:{n}") for n in ("1GiB", "1MiB"))
+    said = []
+    failed = make_plans(
+        [large, small], tmp_path, at_once=2, limit=600, device=None, say=said.append
+    )
+    assert [(cell, status) for cell, (status, _) in failed.items()] == [(small, "does not fit")]
+    assert any("planned in" in line for line in said)
+    file = file_of(large, tmp_path)
+    assert make_plans([large], tmp_path, at_once=1, limit=0, device=None, say=said.append) == {}
+    settings = sweep(())
+    settings.update(repeats=1, limit_seconds=600, compare=False, warmup=0)
+    found = measured(large, settings, tmp_path, plan=file)
+    assert found.status == "ok", found
+    assert found.values["plan"] == json.loads(file.read_text())
+    assert not exceeds(large, found.values["compiled_bytes"])
 
 
 def test_devices_and_peers_add_rows():

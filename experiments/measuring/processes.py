@@ -29,10 +29,19 @@ def keep_off_devices() -> None:
 
 
 def measured(
-    cell: Cell, config: ConfigDict, folder: pathlib.Path, *, profiled: bool = False
+    cell: Cell,
+    config: ConfigDict,
+    folder: pathlib.Path,
+    *,
+    profiled: bool = False,
+    plan: pathlib.Path | None = None,
 ) -> Result:
-    """The result of a process that measures the cell, and traces some steps if that is wanted."""
+    """The result of a process that measures the cell, with this plan if there is one, and traces
+    some steps if that is wanted.
+    """
     settings = {"warmup": config.warmup, "repeats": config.repeats, "compare": config.compare}
+    if plan is not None:
+        settings["plan"] = str(plan.absolute())
     if profiled:
         name = re.sub(r"[^\w.]+", "-", cell.name)
         settings["profile_into"] = str(folder.absolute() / "profile" / name)
@@ -42,7 +51,7 @@ def measured(
 
 
 def process(
-    module: str, options: dict[str, Any], limit: float, folder: pathlib.Path
+    module: str, options: dict[str, Any], limit: float, folder: pathlib.Path, **variables: str
 ) -> tuple[str, dict[str, Any]]:
     """How a program ended, and the JSON object in the last line of those that it printed.
 
@@ -55,6 +64,7 @@ def process(
         "JAX_COMPILATION_CACHE_DIR": str(folder.absolute() / "autotuned"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",  # programs themselves are not kept
         **os.environ,
+        **variables,
     }
     try:
         done = run_child(module, json.dumps(options), limit, environment)
