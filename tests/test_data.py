@@ -456,6 +456,36 @@ def test_nodata_are_numbers():
     assert is_nodata(lowest, (-3.4028235e38,)), "as GDAL prints it"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "declared", "said"),
+    [
+        ("f4", "-9999", "(-9999.0,)"),
+        ("f4", "nan ", '(float("nan"),)'),
+        ("f4", "-3.4028234663852886e+38", "(-3.4028234663852886e+38,)"),
+        ("u1", "255", "(255.0,)"),
+        ("u1", "-9999", ""),
+        ("u1", "nan", ""),
+        ("u1", "none", ""),
+    ],
+)
+def test_a_file_that_says_which_pixels_have_no_data(tmp_path, dtype, declared, said):
+    """The tag of GDAL is text. A value that no pixel can have is none."""
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+        pixels = np.arange(256).reshape(16, 16) % 3
+        tags = [(42113, "s", 0, declared, True)]
+        tifffile.imwrite(tmp_path / folder / "0.tif", pixels.astype(dtype), extratags=tags)
+    tifffile.imwrite(tmp_path / "masks" / "0.tif", pixels.astype("u1"))
+    options = {"path": tmp_path, "eval_fraction": 0.0, "dtype": "float32"}
+    lines = data.examine(load(**options), load(**options), tmp_path)
+    warnings = [line for line in lines if "have no data" in line]
+    assert len(warnings) == bool(said)
+    assert all("0.tif says that" in w and f"`data.nodata = {said}`" in w for w in warnings)
+    for value in (float(declared),) if said else ():
+        listed = load(**options, nodata=(value,)), load(**options, nodata=(np.float32(value),))
+        assert not any("have no data" in line for line in data.examine(*listed, tmp_path))
+
+
 @pytest.fixture
 def holes(tmp_path):
     """Three float images of 16 x 16, from 100 to 355, half of them without data; one is empty."""

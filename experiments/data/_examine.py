@@ -20,7 +20,7 @@ from ..images import ImageError
 from ..program.files import write_atomically
 from ._dataset import DataError, Dataset
 from ._folder import Folder
-from ._scale import NOT_FINITE, Scale
+from ._scale import NOT_FINITE, Scale, not_listed
 from ._scan import Found, Job, as_lists, from_lists, scan
 
 _MOST_THREADS = 16
@@ -57,7 +57,7 @@ def examine(
     found = json.loads(share(lambda: json.dumps(look())))
     if "error" in found:
         raise DataError(*found["error"])
-    lines = []
+    lines = _of_nodata(train, evaluation)
     if found["range"] is not None:
         train.scale = evaluation.scale = Scale(*found["range"])
         lines.append(f"values from {train.scale} become 8 bits: {found['origin']}")
@@ -72,6 +72,16 @@ def examine(
             places = {Path(p): from_lists("mask", lists) for p, lists in found["places"].items()}
             lines.append(train.weigh(weights, numbers, places))
     return lines
+
+
+def _of_nodata(*datasets: Folder) -> list[str]:
+    """A warning for the first file that names a value of pixels without data, if that counts."""
+    warnings = (
+        not_listed(item.image, header.nodata, header.dtype, dataset.nodata)
+        for dataset in datasets
+        for item, header in zip(dataset.items, dataset.headers, strict=True)
+    )
+    return [*filter(None, warnings)][:1]
 
 
 def _of_classes(dataset: Folder, which: str, number: list[int], ignored: int) -> list[str]:

@@ -37,6 +37,7 @@ class Header:
 
     size: tuple[int, ...]
     dtype: np.dtype
+    nodata: float | None = None
 
     @property
     def pixels(self) -> int:
@@ -313,7 +314,7 @@ class Folder(Dataset):
     def _check(self, item: Item) -> Header:
         """What the headers say, of one image and its mask."""
         with self._open(item.image) as image:
-            shape, dtype = image.shape, image.dtype
+            shape, header = image.shape, Header(image.shape[:-1], image.dtype, image.nodata)
         check_channels(item.image, shape[-1], self.geometry.channels)
         size = self.geometry.size
         if size is not None and any(n < m for n, m in zip(shape, size, strict=False)):
@@ -321,7 +322,7 @@ class Folder(Dataset):
             raise DataError(item.image, f"its shape {shape} is smaller than `size`, {size}{hint}")
         if isinstance(item.label, Path):
             self._check_mask(item.image, shape, item.label)
-        return Header(shape[:-1], dtype)
+        return header
 
     def _check_mask(self, image: Path, shape: tuple[int, ...], path: Path) -> None:
         with self._open(path, mask=True) as mask:

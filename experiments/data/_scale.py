@@ -141,6 +141,23 @@ def is_nodata(values: np.ndarray, nodata: Sequence[float]) -> np.ndarray:
     return lacking.all(-1)
 
 
+def not_listed(
+    path: Path, declared: float | None, dtype: np.dtype, nodata: Sequence[float]
+) -> str | None:
+    """A warning, if a file names a value of pixels without data, and `nodata` does not."""
+    if declared is None:
+        return None
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = np.array([[declared]]).astype(dtype)
+    if is_nodata(value, nodata)[0] or (dtype.kind != "f" and value[0, 0] != declared):
+        return None  # no integer is a fraction, or NaN
+    text = 'float("nan")' if np.isnan(declared) else repr(declared)
+    return (
+        f"warning: {path} says that pixels of {declared} have no data, but here they count as any "
+        f"others: `data.nodata = ({text},)` leaves them out"
+    )
+
+
 def read_pixels(
     image: Image,
     place: Sequence[slice],

@@ -50,6 +50,7 @@ class Image:
       whole: whether the format has no windows, so that the first read decodes everything.
       block: (h, w) of what is decoded at once: windows that follow blocks decode nothing twice.
       tags: of a TIFF, those that say where on Earth it lies.
+      nodata: the value of pixels without data, if the file names one.
     """
 
     whole = False
@@ -65,8 +66,9 @@ class Image:
         block: Sequence[int] = (1, 1),
         dimensions: int = 2,
         tags: Sequence[Any] = (),
+        nodata: float | None = None,
     ):
-        self.path, self.tags = path, tuple(tags)
+        self.path, self.tags, self.nodata = path, tuple(tags), nodata
         self.shape = image_shape(path, shape, dimensions)
         self.dtype = image_dtype(path, dtype)
         self.block = tuple(min(n, m) for n, m in zip(block, self.shape, strict=False))

@@ -1,4 +1,5 @@
-"""GeoTIFF: the tags that say where on Earth an image lies, for a map of the same pixels.
+"""GeoTIFF: the tags that say where on Earth an image lies, for a map of the same pixels; and the
+value of pixels without data.
 
 A tag is (code, type, count, value, False), as `tifffile` writes it. Pixels are square or not, in
 any coordinates: what the keys mean is not looked at, they are carried over.
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SCALE, TIEPOINTS, MATRIX = 33550, 33922, 34264
+_NODATA = 42113  # of GDAL, as text
 _KEYS = (34735, 34736, 34737)  # of the coordinate system: numbers, floats, text
 
 
@@ -17,6 +19,14 @@ def georeference(page: Any) -> list[tuple[int, int, int, Any, bool]]:
     """Of a page; none if it has no place on Earth."""
     tags = [page.tags.get(code) for code in (SCALE, TIEPOINTS, MATRIX, *_KEYS)]
     return [(t.code, int(t.dtype), t.count, t.value, False) for t in tags if t is not None]
+
+
+def nodata_of(page: Any) -> float | None:
+    """The value of pixels without data, if the file names one: a number, or NaN."""
+    try:
+        return float(str(page.tags.valueof(_NODATA)).strip("\0 "))
+    except ValueError:
+        return None
 
 
 def shifted(

@@ -24,7 +24,7 @@ import numpy as np
 
 from ._base import Image, ImageError, Window, describe, require
 from ._colours import as_seen
-from ._geo import georeference
+from ._geo import georeference, nodata_of
 from ._ome import level_of
 from ._raw import RawArray
 
@@ -72,6 +72,7 @@ def _of_segments(reader: _Reader, dimensions: int, level: int) -> Image:
         block=(1, *segment) if dimensions == 3 else segment,
         dimensions=dimensions,
         tags=georeference(reader.page) if level == 0 else (),
+        nodata=nodata_of(reader.page),
     )
 
 
