@@ -72,7 +72,6 @@ NEED_WHOLE = {
     "repeated": lambda x: jnp.tile(x, (1, 2, 1, 1)),
     "reshape": lambda x: x.reshape(1, 6, 8, 2),
     "fourier": lambda x: jnp.fft.rfft2(x, axes=(1, 2)).real,
-    "segments": lambda x: jax.ops.segment_sum(x.reshape(-1, 2), (x[..., 0].ravel() > 0) * 1, 2),
     "brightest": lambda x: x.max((1, 2)) * x.reshape(1, -1, 2).argmax(1),
 }
 
