@@ -273,8 +273,12 @@ _NUMPY |= {
             )
         )
     ],
-    "dynamic_slice": lambda x, *starts, params: x[_starts(x, starts, params["slice_sizes"])],
+    **dict.fromkeys(
+        ("dynamic_slice", "jaxtile_read_on_host"),
+        lambda x, *starts, params: x[_starts(x, starts, params["slice_sizes"])],
+    ),
     "dynamic_update_slice": _update,
+    "jaxtile_write_on_host": _update,
     "conv_general_dilated": _convolve,
     "dot_general": _dot,
     "rev": lambda x, params: np.flip(x, params["dimensions"]),

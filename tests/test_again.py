@@ -135,6 +135,27 @@ def test_second_derivative_by_way_of_what_passes():
     assert_close(got, product(network))
 
 
+@pytest.mark.parametrize("grid", [(2, 2), "whole"])
+def test_forward_mode_over_reverse_mode_of_rules_in_what_is_restored(grid):
+    """Its forward pass is differentiated itself; a function with a rule for reverse mode alone has
+    no forward mode.
+    """
+
+    def network(kernels, x):
+        for kernel in kernels:
+            x = jax.nn.relu(conv(x, kernel)) + jnp.tanh(x)
+        return jnp.mean(x**3)
+
+    params, x = arguments(layers=2, size=(1, 6, 5, 1))
+    kernels = [kernel for kernel, _ in params]
+
+    def product(fun):
+        return jax.jvp(lambda k: jax.grad(fun)(k, x), (kernels,), ([2 * k for k in kernels],))[1]
+
+    got = interpret(functools.partial(product, tiled(Results(grid, "r"), network)))
+    assert_close(got, interpret(functools.partial(product, network)))
+
+
 @pytest.mark.slow
 def test_on_a_mesh():
     mesh = jax.make_mesh((2, 2), ("rows", "cols"))

@@ -146,7 +146,7 @@ def positions(body):
         return all(map(counted, made[atom].invars))
 
     for eqn in body.eqns:
-        first = {"dynamic_slice": 1, "dynamic_update_slice": 2}.get(eqn.primitive.name)
+        first = {"jaxtile_read_on_host": 1, "jaxtile_write_on_host": 2}.get(eqn.primitive.name)
         on_host = eqn.invars[0].aval.memory_space is jax.memory.Space.Host if first else False
         if on_host:
             yield all(map(counted, eqn.invars[first:]))

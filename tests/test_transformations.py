@@ -85,6 +85,50 @@ def test_per_example_gradients():
     assert_close(tiled(PARAMS, images), plain(PARAMS, images))
 
 
+def offloaded_trunk(**kwargs):
+    """Its windows in host memory are strips, and blocks."""
+    names = POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["first", "pool"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return tiled_trunk(policy=names, tiles={"first": (5, 1), ...: (2, 2)}, **kwargs)
+
+
+def test_vmap_where_values_are_offloaded():
+    """Of gradients, over images and, in a Hessian, over tangents; of windows, and of all there."""
+    images, last = jnp.stack([IMAGE, IMAGE**2]), PARAMS[2][:1, :1]
+
+    def losses(f):
+        def loss(last, x):
+            return jnp.sin(f([*PARAMS[:2], last], x)).mean()
+
+        return jax.vmap(jax.grad(loss, (0, 1)), (None, 0)), jax.hessian(loss)
+
+    (gradients, hessian), (plain_gradients, plain_hessian) = map(losses, (offloaded_trunk(), trunk))
+    assert_close(jax.jit(gradients)(last, images), jax.jit(plain_gradients)(last, images))
+    assert_close(jax.jit(hessian)(last, IMAGE), jax.jit(plain_hessian)(last, IMAGE))
+
+
+def test_what_is_offloaded_is_not_differentiated_backwards_twice():
+    def squares(x):
+        return jnp.vdot(*[jax.grad(lambda x: jnp.sin(offloaded_trunk()(PARAMS, x)).sum())(x)] * 2)
+
+    with pytest.raises(jaxtile.TilingError, match="gradient of a gradient"):
+        jax.make_jaxpr(jax.grad(squares))(IMAGE)
+
+
+def test_examples_that_skip_other_tiles():
+    """They read and write other windows in host memory."""
+    images = jnp.stack([IMAGE.at[:, :9].set(0), IMAGE.at[:, 8:].set(0)])
+
+    def gradients(f):
+        return jax.jit(jax.vmap(jax.grad(lambda x: jnp.sin(f(PARAMS, x)).sum())))(images)
+
+    assert_close(gradients(offloaded_trunk(skip=True)), gradients(trunk))
+
+
 def test_a_scan_around_a_tiled_layer_does_not_grow_with_depth():
     def layer(w, x):
         x = jax.nn.relu(x + conv(x, w))

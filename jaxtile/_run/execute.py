@@ -74,6 +74,8 @@ class _Runner:
     hosted: Collection[Value]
     """Results that lie in host memory, and nowhere else."""
     run_stage: RunStage = dataclasses.field(default_factory=stage_runner)
+    run_again: bool = False
+    """Is it the forward pass of what the backward pass runs again?"""
 
     def run(
         self, steps: Sequence[Node | Region | Group], env: dict[Value, Any], statistics: Statistics
@@ -105,7 +107,7 @@ class _Runner:
         inputs = [lookup(env, v.array) for v in region.inputs]
         globals_ = [self.whole(env, v) for v in region.globals]
         in_host_memory = [copies.get(v.array) for v in region.inputs]
-        results, inputs = run(body, inputs, globals_, in_host_memory)
+        results, inputs = run(body, inputs, globals_, in_host_memory, run_again=self.run_again)
         if self.devices is None:
             read = zip(region.inputs, inputs, strict=True)
             env.update((v, x) for v, x in read if v.base is None and x is not None)
@@ -122,7 +124,8 @@ class _Runner:
             first = dataclasses.replace(step, again=None)
             return Again(self._body(first), self._body(step.again))
         if isinstance(step, Group):
-            return Whole(step, functools.partial(self._group, step))
+            runners = self, dataclasses.replace(self, run_again=True)
+            return Whole(step, *(functools.partial(runner._group, step) for runner in runners))
         if step.devices is not None:
             return Sharded(step, self.run_stage)
         if step.tiled:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._platform import on_early_cpu
+from . import host_windows
 from .arrays import Array, Arrays, Cotangents, there
 
 
@@ -72,7 +73,7 @@ def _zero_of(*groups: Sequence[Array]) -> Array | None:
 def _element(x: Array) -> Array:
     """The first one of an array, on the device."""
     if on_host(x):
-        return to_device(lax.dynamic_slice(x, (0,) * x.ndim, (1,) * x.ndim))
+        return to_device(host_windows.read(x, (0,) * x.ndim, (1,) * x.ndim))
     (x,) = settled([x])
     return lax.slice(x, (0,) * x.ndim, (1,) * x.ndim)
 

@@ -85,6 +85,8 @@ def run(
     inputs: Arrays,
     globals_: Arrays,
     hosted: Sequence[Array | None],
+    *,
+    run_again: bool = False,
 ) -> tuple[list[Array], list[Array]]:
     """The region's results, and its inputs as the next reader should read them.
 
@@ -92,15 +94,21 @@ def run(
     cotangents comes back to here, and is added to: otherwise each reader would have an array of its
     own for that. `hosted`: per input, its copy in host memory, if it has one; one that lies there
     itself has none. An argument in host memory has no cotangents, and None in its place.
+
+    `run_again`: in the forward pass of a group that will be. Its derivative is not asked for here
+    but for a second derivative, and then, before jax 0.12, by forward mode too.
     """
     moving, of_globals = body.region.moving
     given = _still(inputs, moving), _still(globals_, of_globals), _still(hosted, moving)
     given = as_varying_as(given, jax.tree.leaves(given))
     if jax.__version_info__ < (0, 12) and body.region.has_rules:  # JAX would forget these
-        results, read = apply_backwards(_Run(body), *only_backwards(given))
+        if run_again:
+            results, read = _Run(body).value(*given)
+        else:
+            results, read = apply_backwards(_Run(body), *only_backwards(given))
     else:
         results, read = apply(_Run(body), *given)
-    return results, [y if m else x for x, y, m in zip(inputs, read, moving, strict=True)]
+    return [*results], [y if m else x for x, y, m in zip(inputs, read, moving, strict=True)]
 
 
 def _still(arrays: Sequence[Any], moving: Sequence[bool]) -> list[Any]:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from .._regions.tile import Scalars, Slot, at
+from . import host_windows
 from .arrays import Array
 from .ordering import on_host, settled, to_device, to_host
 
@@ -30,8 +31,11 @@ def window(x: Array, slots: Slots, row: Row) -> Array:
     window of its own, and reads that from there too.
     """
     if not _whole(x, slots):
-        sizes = [size for _, size in slots]
-        x = lax.dynamic_slice(x, _starts(slots, row), sizes, allow_negative_indices=False)
+        starts, sizes = _starts(slots, row), [size for _, size in slots]
+        if on_host(x):
+            x = host_windows.read(x, starts, sizes)
+        else:
+            x = lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
     return settled([to_device(x)])[0] if on_host(x) else x
 
 
@@ -41,7 +45,10 @@ def write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
         tile = to_host(tile)
     if _whole(x, slots):
         return tile
-    return lax.dynamic_update_slice(x, tile, _starts(slots, row), allow_negative_indices=False)
+    starts = _starts(slots, row)
+    if on_host(x):
+        return host_windows.write(x, tile, starts)
+    return lax.dynamic_update_slice(x, tile, starts, allow_negative_indices=False)
 
 
 def allocated_on_host(zeros: Zeros, shape: Sequence[int], dtype: Any, number: int) -> Array:
@@ -60,9 +67,9 @@ def zeros_on_host(zeros: Zeros, shape: Sequence[int], dtype: Any, number: int, s
     size = -(-shape[d] // steps)
     part = zeros([size if i == d else n for i, n in enumerate(shape)], dtype, number)
 
-    def body(i: Array, x: Array) -> Array:
-        start = jnp.minimum(i * size, shape[d] - size)
-        return lax.dynamic_update_slice_in_dim(x, to_host(part), start, d)
+    def body(k: Array, x: Array) -> Array:
+        start = jnp.minimum(k * size, shape[d] - size)
+        return host_windows.write(x, to_host(part), [start if i == d else 0 for i in range(x.ndim)])
 
     return lax.fori_loop(0, steps, body, x)
 

@@ -45,8 +45,9 @@ class Whole:
     backward pass need not read all positions for it again.
     """
 
-    def __init__(self, region: Region | Group, compute: Compute):
-        self.region, self.compute = region, compute
+    def __init__(self, region: Region | Group, compute: Compute, first: Compute | None = None):
+        """`first`: the same, for the forward pass."""
+        self.region, self.compute, self.first = region, compute, first or compute
         self.statistics = region.statistics
 
     def forward(
@@ -55,7 +56,7 @@ class Whole:
         if wanted is not None and self.region.changes_value:
             return pulled(self._evaluated(_NONE), (inputs, globals_), wanted)[0], None
         env = environment(self.region, inputs, globals_)
-        return self.compute(env, _NONE), [env[v] for v in self.statistics]
+        return self.first(env, _NONE), [env[v] for v in self.statistics]
 
     def backward(self, saved: Saved, given: Given) -> tuple[Cotangents, Cotangents]:
         # Sums that others have begun are complete first: their loops would run beside this.

@@ -1,0 +1,29 @@
+"""Property: on any schedule, under any transformation, a function is the plain one."""
+
+import random
+
+import jax
+import pytest
+
+from .random_networks import EXAMPLES
+from .random_schedules import check, draw
+
+
+def several(seed, cases, **options):
+    chance = random.Random(seed)
+    for _ in range(cases):
+        case = draw(chance, **options)
+        found = check(case)
+        assert found.split()[0] in ("exact", "ill-conditioned", "refused", "undefined"), case
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("only", ["product", "over first"])
+def test_random_schedules(only):
+    several(1, 2, only=only)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_many_random_schedules(seed):
+    several(seed, EXAMPLES)
