@@ -75,7 +75,8 @@ def main(argv: list[str]) -> None:
             raise ConfigError("--workdir must name a folder, as runs/bench")
         here = machine_has()
         default = _ON_GPU if here.gpu else _ON_CPU
-        problems = [parsed(text) for text in _PROBLEM.value or installed(default)]
+        given = _PROBLEM.value or installed(default)
+        problems = [*dict.fromkeys(map(parsed, given))]
         check_rows(_ROW.value)
         print(bench(problems, _WORKDIR.value, here, with_peers=_PEERS.value))
     except ConfigError as error:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 import policies
 
+from ..program.files import write_atomically
 from .cells import Cell
 from .problems import Problem, problem
 from .processes import process
@@ -82,7 +83,8 @@ def main() -> None:
     cell, file = Cell(**options["cell"]), pathlib.Path(options["file"])
     began = time.perf_counter()
     found = problem(cell.model, cell.shape, jnp.dtype(cell.dtype), abstract=True)
-    plan_of(cell, found, options["device"]).save(file)
+    plan = plan_of(cell, found, options["device"])
+    write_atomically(file, json.dumps(plan.as_json(), indent=1) + "\n")  # whole, or not there
     print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
 
 
