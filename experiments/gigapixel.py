@@ -15,6 +15,7 @@ unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise. Planning compiles wha
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -22,14 +23,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 from flax import nnx
 
 import jaxtile
 import models
 import policies
-from jaxtile._run.ordering import host_of
+from jaxtile._run import host_windows
+from jaxtile._run.ordering import host_of, to_host
 from policies import format_bytes
 
 from .program.command import dtype_flag, start
@@ -165,14 +166,24 @@ def gradients(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_host(shape: tuple[int, ...], numbers: int) -> jax.Array:
-    """Noise that repeats itself, so that it is made fast: never the same in tiles that touch."""
+    """Noise that repeats itself, so that it is made fast: never the same in tiles that touch. It is
+    drawn on the device and written in strips, so the host never holds it twice.
+    """
     rows = min(shape[1], 1021)
-    block = np.random.default_rng(0).integers(0, numbers, (1, rows, *shape[2:]), np.uint8)
-    found = np.empty(shape, np.uint8)
-    for top in range(0, shape[1], rows):
-        some = found[:, top : top + rows]
-        some[...] = block[:, : some.shape[1]]
-    return jax.device_put(found, host_of(jax.devices()[0]))
+    last = shape[1] - rows
+
+    @functools.partial(jax.jit, out_shardings=host_of(jax.devices()[0]))
+    def draw(key: jax.Array) -> jax.Array:
+        strip = jax.random.randint(key, (1, rows, *shape[2:]), 0, numbers, jnp.uint8)
+
+        def put(k: jax.Array, image: jax.Array) -> jax.Array:
+            top = jnp.minimum(k * rows, last)
+            starts = [top if d == 1 else 0 for d in range(len(shape))]
+            return host_windows.write(image, to_host(strip), starts)
+
+        return jax.lax.fori_loop(0, -(-shape[1] // rows), put, to_host(jnp.zeros(shape, jnp.uint8)))
+
+    return draw(jax.random.key(0))
 
 
 def say(text: str) -> None:

@@ -29,6 +29,7 @@ from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import fastest, smallest
 from jaxtile._plan.states import Assignment
 from jaxtile._platform import tracing_for
+from jaxtile._run.ordering import host_of
 from jaxtile.policy import Choice
 
 from .random_networks import CHANNELS, Network
@@ -673,6 +674,16 @@ def test_a_plan_for_a_gpu_that_is_not_there():
     found = plan(budget="400kB", device="NVIDIA H200")
     assert found.measured_bytes <= 400_000
     assert found.device.startswith("NVIDIA H200")
+
+
+@pytest.mark.skipif(not has_cuda_plugin(), reason="needs JAX's CUDA plugin")
+def test_an_image_in_the_host_memory_of_a_gpu_that_is_not_there():
+    """It counts neither as an argument on the device nor as a result that waits."""
+    host = host_of(jax.devices()[0])
+    image = jax.ShapeDtypeStruct((1, 1024, 768, 4), "float64", sharding=host)
+    found = jaxtile.plan(network, WEIGHTS, image, in_axes=AXES, budget="16MB", device="NVIDIA H200")
+    assert found.measured_bytes <= 16_000_000 < 8 * image.size
+    assert found.host_bytes == 0
 
 
 def test_what_is_compiled_for_a_gpu_has_no_workaround_for_a_cpu():

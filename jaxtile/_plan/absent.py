@@ -8,12 +8,13 @@ so the program is compiled without autotuning; on the GPU itself the bytes may d
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-from .._run.ordering import host_of, on_host
+from .._run.ordering import on_host, to_host
 
 # The chip, as XLA's `GpuTargetConfigProto` wants it.
 _HOPPER = """
@@ -76,12 +77,31 @@ def absent_device(device: str) -> Any:
 
 
 def placed(tree: Any, device: Any) -> Any:
-    """The shapes of arrays, as if they were on a device."""
-    on_device, beside_it = jax.sharding.SingleDeviceSharding(device), host_of(device)
+    """The shapes of arrays, as if they were in a device's memory."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = beside_it if on_host(x) else on_device
-        shape, dtype = jax.numpy.shape(x), jax.dtypes.result_type(x)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(
+            jax.numpy.shape(x), jax.dtypes.result_type(x), sharding=sharding
+        )
 
     return jax.tree.map(place, tree)
+
+
+def moving(step: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """The step of arguments that are all on the device: it moves to host memory what is to lie
+    there. JAX (0.10 to 0.12) has no arguments in the host memory of a GPU that is not there.
+    """
+    hosted = jax.tree.map(on_host, tuple(args))
+    if not any(jax.tree.leaves(hosted)):
+        return step
+
+    def moved(*args: Any) -> Any:
+        return step(*jax.tree.map(lambda x, host: to_host(x) if host else x, args, hosted))
+
+    return moved
+
+
+def bytes_moved(args: Sequence[Any]) -> int:
+    """How many bytes such a step moves, which the compiled program has twice."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tuple(args)) if on_host(x))

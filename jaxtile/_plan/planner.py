@@ -24,7 +24,7 @@ from .._platform import tracing_for
 from .._run.ordering import host_of, on_host, to_device, typed
 from .._schedule import Options, tiled
 from ..policy import Choice, Choices, Outline, outline
-from .absent import absent_device, placed
+from .absent import absent_device, bytes_moved, moving, placed
 from .costs import Costs, built_in_for_another, has_host_memory, host_memory
 from .costs import costs as costs_of_device
 from .measuring import with_measured
@@ -120,13 +120,16 @@ def plan(
         time_limit=time_limit,
         progress=progress,
     )
-    given = _placed(args if step_args is None else step_args, device)
+    given = args if step_args is None else step_args
     if costs is None and (warning := built_in_for_another(device)):
         terms.say(f"plan: {warning}")
     if measure:
         table = with_measured(view, terms.costs, terms.say, steps)
         terms = dataclasses.replace(terms, costs=table)
     make = step or default_step(args, in_axes, _has_gradients(view))
+    if device is not None:
+        terms = dataclasses.replace(terms, moved=bytes_moved(given))
+        make, given = _for_absent(make, given, device)
     traced = _evaluated(view.traced, fun, options.static_argnums)
     with tracing_for(terms.platform):
         return Search(view, _steps(traced, in_axes, make, given, skip), terms).run()
@@ -137,9 +140,11 @@ def _told(view: Outline, skip: bool) -> Outline:
     return dataclasses.replace(view, loss=None) if skip else view
 
 
-def _placed(args: Sequence[Any], device: str | None) -> Sequence[Any]:
-    """The arguments of a step, on a device that is not there if that is wanted."""
-    return args if device is None else placed(args, absent_device(device))
+def _for_absent(
+    make: Callable[..., Any], args: Sequence[Any], device: str
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """How to make a step, and its arguments, for a device that is not there."""
+    return lambda tiled: moving(make(tiled), args), placed(args, absent_device(device))
 
 
 def _host_memory(offload: bool | int | str, device: str | None) -> int:

@@ -71,6 +71,9 @@ class Terms:
     """Bytes of host memory, for results that wait there and for arguments."""
     platform: str | None = None
     """Of a device that is not there; None: the device is here."""
+    moved: int = 0
+    """Bytes of arguments that should lie in host memory: if the device is not there, a step moves
+    them."""
     measure: bool = False
     """May schedules be run, to see which is the fastest?"""
     steps: float = math.inf
@@ -94,7 +97,7 @@ class Search:
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
         self.costs = Assignments(outline, terms.costs)
         self.model = Model(self.costs.facts, terms.costs)
-        self.fixed, on_host = _arguments_and_results(traced(None))
+        self.fixed, on_host = _arguments_and_results(traced(None), terms.moved)
         self.host = self.aim = max(terms.host - on_host, 0)
         """Bytes of host memory for results that wait there, and how many a schedule should need
         by the model.
@@ -264,7 +267,9 @@ class Search:
             self.tuning = time.perf_counter() - begun
             found = Bytes.of(self.compiled[candidate])
         else:
-            found = compiled_bytes(lowered, self.terms.platform)
+            found, moved = compiled_bytes(lowered, self.terms.platform), self.terms.moved
+            arguments, host = found.arguments - moved, found.host - moved
+            found = dataclasses.replace(found, arguments=arguments, host=host)
         self.trials[candidate], self.fixed = found, found.fixed
         verdict = "fits" if found.total <= self.budget else "is too much for"
         self.say(
@@ -347,9 +352,9 @@ class Search:
         )
 
 
-def _arguments_and_results(traced: Any) -> tuple[int, int]:
+def _arguments_and_results(traced: Any, moved: int) -> tuple[int, int]:
     """Bytes of a step's arguments and results, on the device and in host memory. A donated argument
-    and the result that takes its place count once.
+    and the result that takes its place count once. `moved`: bytes that lie in the other memory.
     """
     jaxpr, found = traced.jaxpr, []
     for host in (False, True):
@@ -359,7 +364,7 @@ def _arguments_and_results(traced: Any) -> tuple[int, int]:
         )
         reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
         found.append(sum(given) + sum(made) - min(reused, sum(made)))
-    return found[0], found[1]
+    return found[0] - moved, found[1] + moved
 
 
 def _size(aval: Any) -> int:

@@ -12,7 +12,7 @@ from .._platform import on_early_cpu
 from .alike import zero
 from .arrays import Array, Arrays, Cotangents, select
 from .in_place import Places
-from .ordering import after, on_host
+from .ordering import on_host
 from .recompute import RECOMPUTED, Given, Saved
 from .slots import Hosted, Row, Slots, Zeros, fetched, filled, hosted, nothing, window, write
 from .tile import Tile
@@ -79,7 +79,12 @@ class Backwards(Work):
         windows: Arrays = filled(fetched[0], tile.windows(inputs, row))
         if not tile.region.skips:
             windows = self._with_passing(windows, row)
-            row = _late(row, select(windows, tile.region.passing))
+            row, passing = _late(row, select(windows, tile.region.passing))
+            found = iter(passing)
+            windows = [
+                next(found) if passes else x
+                for x, passes in zip(windows, tile.region.passing, strict=True)
+            ]
         return windows, filled(fetched[1], tile.result_windows(cotangents, row)), x[1]
 
     def compute(self, found: Found, x: Any) -> Sums:
@@ -138,7 +143,8 @@ class Backwards(Work):
 def put_in(carry: Sums, pulled: Sums, into: Sequence[Into], row: Row) -> tuple[Sums, list[Array]]:
     """The sums with one more tile; and what is to be written to those in host memory."""
     (sums, totals), (from_windows, from_globals) = carry, pulled
-    new, waiting, late = [], [], _late(row, from_globals)
+    late, from_globals = _late(row, from_globals)
+    new, waiting = [], []
     for s, share, (slots, adds) in zip(sums, from_windows, into, strict=True):
         here = row if on_host(s) else late
         whole = (window(s, slots, here) + share if adds else share).astype(s.dtype)
@@ -152,13 +158,17 @@ def put_in(carry: Sums, pulled: Sums, into: Sequence[Into], row: Row) -> tuple[S
     return (new, totals), waiting
 
 
-def _late(row: Row, pulled: Arrays) -> Row:
-    """The same positions, but only once these arrays exist. XLA reads windows apart from where it
-    uses them; if it may, before it computes the tile, beside which they lie then. So do windows of
-    sums, and gradients of the tile's last operations, beside what computes passing inputs.
+def _late(row: Row, arrays: list[Array]) -> tuple[Row, list[Array]]:
+    """The same positions and arrays, but the first only once the second exist. XLA reads windows
+    apart from where it uses them; if it may, before it computes the tile, beside which they lie
+    then. So do windows of sums, and gradients of the tile's last operations, beside what computes
+    passing inputs.
+
+    What is read of a barrier is what XLA leaves in it. Positions alone would wait for nothing, and
+    XLA (of jax 0.11.2) fails where it looks for how they follow from the number of the tile.
     """
     moving = {k: x for k, x in enumerate(row) if isinstance(x, jax.Array)}
-    if on_early_cpu() or not moving or not pulled:
-        return row
-    moving = after(moving, pulled)
-    return [moving.get(k, x) for k, x in enumerate(row)]
+    if on_early_cpu() or not moving or not arrays:
+        return row, arrays
+    moving, arrays = lax.optimization_barrier((moving, arrays))
+    return [moving.get(k, x) for k, x in enumerate(row)], arrays
