@@ -39,7 +39,6 @@ import jaxtile
 import models
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN
-from jaxtile._plan.states import Assignment
 from policies import Costs, format_bytes
 
 from .measuring.baselines import BLOCKS
@@ -222,8 +221,8 @@ def _compute(
         costs = dataclasses.replace(costs, tile=1.0, loop=0.0)
     choice = jaxtile.policy.Choice(grid)
     choices = {p.name: choice for p in outline.parts if p.name in stored}
-    chosen = Assignment.of({**choices, ...: choice}, outline)
-    return Assignments(outline, costs).estimate(chosen).seconds
+    assignments = Assignments(outline, costs)
+    return assignments.estimate(assignments.of({**choices, ...: choice})).seconds
 
 
 def table(steps: Mapping[int, Scaled], links: Mapping[int, Link]) -> str:

@@ -29,7 +29,7 @@ from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import ChosenStretch, fastest, measured
-from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Mode
 
 from .support import assert_close, conv, parametrize_few
 from .test_again import Results, arguments, network, normed, tiled
@@ -54,7 +54,7 @@ def assigned(costs, states, mode):
     found = [INSIDE] * costs.facts.n
     for k, state in zip(results(costs), states, strict=True):
         found[k] = state
-    return Assignment(tuple(found), (mode,) * costs.facts.n)
+    return costs.assignment(found, [mode] * costs.facts.n)
 
 
 def test_time_is_that_of_the_operations_that_run():
@@ -108,7 +108,7 @@ def test_bytes_while_what_passes_is_computed_again():
     a, b, total, last = (index[name] for name in ("a", "b", "total", "last"))
     states = [INSIDE] * costs.facts.n
     states[total], states[last] = PASSING, KEPT
-    found = costs.estimate(Assignment(tuple(states), (Mode("whole"),) * costs.facts.n))
+    found = costs.estimate(costs.assignment(states, [Mode("whole")] * costs.facts.n))
     (region,) = (r for r in found.regions if r.end == last)
     assert region.before == (a, b, total)
     assert region.cost.backward >= 3 * costs.facts.bytes[total]
@@ -127,7 +127,7 @@ def test_bytes_of_cotangents_apart_from_sums():
     costs = Assignments(jaxtile.policy.outline(fun, kernels, x, in_axes=AXES), BUILT_IN["gpu"])
     first, second, _ = results(costs)
     states = [KEPT if k in (first, second) else INSIDE for k in range(costs.facts.n)]
-    found = costs.estimate(Assignment(tuple(states), (Mode("whole"),) * costs.facts.n))
+    found = costs.estimate(costs.assignment(states, [Mode("whole")] * costs.facts.n))
     size = costs.facts.bytes[first]
     needs = {r.end: need for r, need in zip(found.regions, found.needs, strict=True)}
     # What is kept before it, two sums of cotangents, and what it adds to one of them.
@@ -158,8 +158,8 @@ def test_never_slower_than_all_in_tiles_of_one_grid():
     descent = Descent(costs, tried, host=math.inf)
     states = [HOSTED if k in costs.facts.joints else INSIDE for k in range(costs.facts.n)]
     for grid in tried:
-        modes = (Mode(grid, tiled_forward=True),) * costs.facts.n
-        simple = costs.estimate(Assignment(tuple(states), modes))
+        modes = [Mode(grid, tiled_forward=True)] * costs.facts.n
+        simple = costs.estimate(costs.assignment(states, modes))
         found = descent.fastest(simple.peak)
         assert found.peak <= simple.peak
         assert found.seconds <= simple.seconds
@@ -246,6 +246,7 @@ def test_segments_can_be_estimated_one_by_one(network):
     outline = outlined(network)
     by_segment, at_once = (Assignments(outline, BUILT_IN["gpu"]) for _ in range(2))
     at_once.facts.joints, facts = {}, by_segment.facts
+    at_once.modes = by_segment.modes
     tried = [*grids(outline)[:2], *strips(outline)[:1]]
     descent = Descent(by_segment, tried, host=math.inf)
     rng, split = random.Random(0), 0
@@ -253,15 +254,17 @@ def test_segments_can_be_estimated_one_by_one(network):
         states = rng.choices((INSIDE, PASSING, RESTORED, KEPT, HOSTED), (4, 4, 1, 2, 2), k=facts.n)
         modes = [Mode("whole")] * facts.n
         for block in descent.blocks:
-            mode = rng.choice(descent.modes)
+            mode = by_segment.modes[rng.choice(descent.modes)]
             for k in block:
                 modes[k] = mode
-        given = descent._normal(states, modes)
+        random_one = by_segment.assignment(states, modes)
+        given = descent._normal(random_one.states, random_one.modes)
         found, expected = by_segment.estimate(given), at_once.estimate(given)
         assert found.seconds == pytest.approx(expected.seconds)
         assert found.needs == pytest.approx(expected.needs)
         assert found.hosted == pytest.approx(expected.hosted)
-        split += len(list(by_segment._split(None, facts.parts, given.states, given.modes))) > 1
+        numbers = given.modes.tolist()
+        split += len(list(by_segment._split(None, facts.parts, given.states, numbers))) > 1
     assert split > 50
 
 
@@ -277,7 +280,7 @@ def test_what_is_estimated_is_what_runs(network):
     for found in every[:: len(every) // 50]:
         stages = as_candidate(costs, found)
         chosen = {name: c for s in stages.stages for name, c in s.choices.items()}
-        again = Assignment.of(chosen | {...: stages.rest}, outline)
+        again = costs.of(chosen | {...: stages.rest})
         assert costs.estimate(again).seconds == costs.estimate(found).seconds
         assert costs.estimate(again).peak == costs.estimate(found).peak
 
@@ -313,7 +316,8 @@ def test_host_memory_is_used_where_the_device_has_none():
     allowed = on_device.smallest().peak
     assert both.smallest().peak < 0.9 * allowed
     found = both.fastest(0.9 * allowed)
-    states, modes = found.assignment.states, found.assignment.modes
+    states = found.assignment.states
+    modes = [costs.modes[n] for n in found.assignment.modes]
     there = [k for k in costs.facts.whole if states[k] == HOSTED]
     assert there
     assert all(modes[k].loops for k in there)

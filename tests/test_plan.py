@@ -27,7 +27,6 @@ from jaxtile._plan.model import Model
 from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import fastest, smallest
-from jaxtile._plan.states import Assignment
 from jaxtile._platform import tracing_for
 from jaxtile._run.ordering import host_of
 from jaxtile.policy import Choice
@@ -430,7 +429,8 @@ def stretches(model):
 
 
 def estimated(outline, choices, costs=BUILT_IN["cpu"]):
-    return Assignments(outline, costs).estimate(Assignment.of(choices, outline))
+    assignments = Assignments(outline, costs)
+    return assignments.estimate(assignments.of(choices))
 
 
 def test_a_schedule_of_one_stage_costs_about_the_same_in_both_ways():

@@ -32,7 +32,6 @@ import policies
 from jaxtile._memory import hlo
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.kernels import durations
-from jaxtile._plan.states import Assignment
 from jaxtile._run.recompute import RECOMPUTED
 from jaxtile.policy import Outline
 
@@ -224,7 +223,7 @@ def predicted(outline: Outline, policy: Any) -> dict[str, float]:
     if isinstance(policy, policies.Plan):
         seconds = policy.seconds
     elif policy is not None:
-        chosen = Assignment.of(policy.choose(outline), outline)
-        seconds = Assignments(outline, costs).estimate(chosen).seconds
+        assignments = Assignments(outline, costs)
+        seconds = assignments.estimate(assignments.of(policy.choose(outline))).seconds
     again = max(0.0, seconds - forward - backward)
     return {"forward": forward, "recomputed": again, "backward": backward}

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..policy import Outline
+from ..policy import Choices, Outline
 from .costs import Costs
 from .facts import Facts, bits
 from .region_costs import RegionCosts
 from .regions import Region, Regions
-from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
+from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode, Modes, chosen
 
 _ENDS = 3  # strips of a loop during which nothing else is computed, or sent
 
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
     """Operations between two whole results that nothing else spans."""
 
     seconds: float
-    needs: list[float]
+    needs: np.ndarray
     """Per region, bytes beyond what is kept before the segment."""
     regions: list[Region]
     kept: float
@@ -113,50 +113,65 @@ class Assignments:
         self.costs, self.facts = costs, Facts(outline, costs)
         self.regions = Regions(self.facts)
         self.of_regions = RegionCosts(self.facts, costs)
+        self.modes = Modes()
         self._link = costs.host_bandwidth or math.inf
         facts = self.facts
-        settled = {k: KEPT if facts.tiled[k] else INSIDE for k in {*facts.parts} - {*facts.whole}}
-        self._settled = [settled.get(k) for k in range(facts.n)]
-        """States that no schedule can choose, or None."""
+        self._chosen = np.array([k in facts.whole for k in range(facts.n)], bool)
+        """Is there a choice? If not, what its state is:"""
+        self._settled = np.array([KEPT if t else INSIDE for t in facts.tiled], np.uint8)
+        self._known: dict[Any, np.ndarray] = {}
         self._beside: dict[Any, InPlace] = {}
         self._segments: dict[Any, Segment] = {}
 
+    def assignment(self, states: Sequence[int], modes: Sequence[Mode]) -> Assignment:
+        return Assignment(np.array(states, np.uint8), self.modes.numbers(modes))
+
+    def of(self, choices: Choices) -> Assignment:
+        return self.assignment(*chosen(choices, self.facts.outline))
+
     def estimate(self, given: Assignment) -> Estimate:
         found = self.span(None, self.facts.parts, given)
-        return Estimate(found.seconds, np.array(found.needs), found.regions, found.most_hosted)
+        return Estimate(found.seconds, found.needs, found.regions, found.most_hosted)
 
     def span(self, joint: int | None, own: Sequence[int], given: Assignment) -> Segment:
         """Of all segments of operations that begin at a kept result: what lies between two whole
         results that nothing else spans does not depend on what lies elsewhere, and is not worked
         out again.
         """
-        seconds, kept, needs, regions = 0.0, 0.0, [], []
+        seconds, kept, regions = 0.0, 0.0, list[Region]()
+        needs = [np.zeros(0)]
         hosted = most_hosted = 0.0
-        states = self._states(given)
-        known = own if joint is None else (joint, *own)
-        there = bits(k for k in known if states[k] in (KEPT, HOSTED))
-        for first, some, riding in self._split(joint, own, states, given.modes) if own else ():
+        settled = np.where(self._chosen, given.states, self._settled)
+        there = self._there(joint, own, settled)
+        states, modes = settled.tobytes(), given.modes.tolist()
+        for first, some, riding in self._split(joint, own, states, modes) if own else ():
             begin = self._begin(first, states, there)
             here = slice(some[0], some[-1] + 1)
-            key = some[0], riding, tuple(states[here]), given.modes[here], begin
-            if key not in self._segments:
+            key = some[0], riding, states[here], given.modes[here].tobytes(), begin
+            found = self._segments.get(key)
+            if found is None:
                 every = [*some, *riding]
-                self._segments[key] = self._segment(begin, every, states, given.modes)
-            found = self._segments[key]
+                of_each = {k: self.modes[modes[k]] for k in every}
+                found = self._segments[key] = self._segment(begin, every, states, of_each)
             seconds += found.seconds
-            needs += [kept + n for n in found.needs]
+            needs.append(kept + found.needs)
             regions += found.regions
             kept += found.kept
             most_hosted = max(most_hosted, hosted + found.most_hosted)
             hosted += found.hosted
-        return Segment(seconds, needs, regions, kept, hosted, most_hosted)
+        return Segment(seconds, np.concatenate(needs), regions, kept, hosted, most_hosted)
 
-    def _states(self, given: Assignment) -> list[int]:
-        both = zip(self._settled, given.states, strict=True)
-        return [state if settled is None else settled for settled, state in both]
+    def _there(self, joint: int | None, own: Sequence[int], states: np.ndarray) -> int:
+        """Of these operations, those whose results are kept, as the bits of one number."""
+        key = (joint, own[0], own[-1]) if own else None
+        if key not in self._known:
+            known = {*own, joint}
+            self._known[key] = np.array([k in known for k in range(self.facts.n)], bool)
+        there = self._known[key] & (states >= KEPT)
+        return int.from_bytes(np.packbits(there, bitorder="little").tobytes(), "little")
 
     def _split(
-        self, joint: int | None, own: Sequence[int], states: Sequence[int], modes: Sequence[Mode]
+        self, joint: int | None, own: Sequence[int], states: Sequence[int], modes: Sequence[int]
     ) -> Iterator[tuple[int | None, list[int], tuple[int, ...]]]:
         """Segments: the whole result that each one begins with, its operations, and the later
         reductions that are added up where its last result is computed.
@@ -170,11 +185,11 @@ class Assignments:
             riding = tuple(
                 r
                 for r, way in facts.following[k]
-                if modes[r].grid != "whole" and all(states[i] == INSIDE for i in way)
+                if self.modes[modes[r]].grid != "whole" and all(states[i] == INSIDE for i in way)
             )
-            if riding and (modes[k].grid is None or riding[-1] > own[-1]):
+            if riding and (self.modes[modes[k]].grid is None or riding[-1] > own[-1]):
                 continue
-            if not any(modes[r].grid == "whole" for r in facts.across[k]):
+            if not any(self.modes[modes[r]].grid == "whole" for r in facts.across[k]):
                 yield joint, [i for i in facts.parts[start:after] if i not in before], riding
                 joint, start, before = k, after, riding
         yield joint, [i for i in facts.parts[start:end] if i not in before], ()
@@ -186,7 +201,7 @@ class Assignments:
         return Begin(joint, PASSING, before, sources, tuple(states[i] for i in sources))
 
     def _segment(
-        self, begin: Begin, own: Sequence[int], states: Sequence[int], modes: Sequence[Mode]
+        self, begin: Begin, own: Sequence[int], states: Sequence[int], modes: Mapping[int, Mode]
     ) -> Segment:
         facts, joint = self.facts, begin.joint
         known = own if joint is None else [joint, *own]
@@ -211,7 +226,7 @@ class Assignments:
             self._move_to_host(regions, there, last)
         return Segment(
             facts.plain(once) + sum(r.cost.seconds + r.extra for r in regions),
-            needs,
+            np.array(needs),
             regions,
             kept=sum(held.values()),
             hosted=sum(facts.bytes[k] for k in hosted if k != joint),

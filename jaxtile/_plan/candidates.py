@@ -38,20 +38,23 @@ def solved(model: Model, tables: Stretches, solution: Solution) -> Candidate:
     return Candidate(_merged(stages), rest, "solver", solution.seconds, solution.peak)
 
 
-def as_assignment(model: Model, tables: Stretches, solution: Solution) -> Assignment:
+def as_assignment(
+    costs: Assignments, model: Model, tables: Stretches, solution: Solution
+) -> Assignment:
     """What is live at a cut is kept, everything else is inside its stretch."""
-    states, modes = [INSIDE] * model.n, []
+    states, modes = [INSIDE] * model.n, list[Mode]()
     for mode, a, b in solution.stages:
         grid, i, j = tables.modes[mode], tables.cuts[a], tables.cuts[b]
         modes += [Mode(grid, tiled_forward=isinstance(grid, tuple))] * (j - i)
         for k in model.live(j).nonzero()[0]:
             states[k] = KEPT
-    return Assignment(tuple(states), tuple(modes))
+    return costs.assignment(states, modes)
 
 
 def assigned(costs: Assignments, found: Assignment) -> Candidate:
     """An assignment, with the names of operations: neighbours with one grid are a stage."""
-    facts, states, modes = costs.facts, found.states, found.modes
+    facts, states = costs.facts, found.states.tolist()
+    modes = [costs.modes[n] for n in found.modes.tolist()]
     parts, estimate = facts.outline.parts, costs.estimate(found)
     needs = {r.end: need for r, need in zip(estimate.regions, estimate.needs, strict=True)}
     stages: list[PlannedStage] = []

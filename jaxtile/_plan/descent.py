@@ -23,7 +23,7 @@ import itertools
 import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from .found import Found, Room, Walk
 from .groups import Span, groups, split, zones
 from .states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Assignment, Mode
 
-T = TypeVar("T")
 Move = tuple[list[int], Literal["state", "grid", "both"]]
 """Operations, and what they get: one state, one grid, or both."""
 
@@ -64,9 +63,11 @@ class Descent:
         self.is_part = span is not None
         self.here = slice(self.span.own[0], self.span.own[-1] + 1) if span else slice(None)
         inside = {*self.span.own}
-        self.edges = [(k, i) for k in self.span.own for i in self.facts.inputs[k] if i in inside]
-        self.modes = [Mode(None), Mode("whole")]
-        self.modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
+        edges = [(k, i) for k in self.span.own for i in self.facts.inputs[k] if i in inside]
+        self.readers, self.read = np.array(edges, int).reshape(-1, 2).T
+        modes = [Mode(None), Mode("whole")]
+        modes += [Mode(grid, forward) for grid in grids for forward in (False, True)]
+        self.modes: list[int] = costs.modes.numbers(modes).tolist()
         self.groups = list(groups(self.facts, self.span).values())
         self.zones = list(zones(self.facts, self.span))
         self.blocks = [b for zone in self.zones for b in split(zone, self.facts.joints)]
@@ -75,7 +76,9 @@ class Descent:
         if span is None:
             self.all_moves = [*self.moves, *self._decisions(single=True)]
             self.all_moves += [(block, "both") for block in self.blocks]
-        self._seen: dict[tuple[tuple[int, ...], tuple[Mode, ...]], Found] = {}
+        self._own = np.array(self.span.own, int)
+        self._positions = np.arange(self.facts.n)[self.here]
+        self._seen: dict[tuple[bytes, bytes], Found] = {}
         self._walks = [self._walk(start) for start in self._starts()]
         self._answers: list[Found] = []
 
@@ -197,9 +200,14 @@ class Descent:
     def _starts(self) -> Iterator[Assignment]:
         """As plain JAX does it; and all recomputed, between results that nothing spans."""
         n = self.facts.n
-        yield self._normal([INSIDE] * n, [Mode(None)] * n)
-        kept = [KEPT if k in self.facts.joints else INSIDE for k in range(n)]
-        yield self._normal(kept, [Mode("whole")] * n)
+        yield self._all([INSIDE] * n, Mode(None))
+        yield self._all(
+            [KEPT if k in self.facts.joints else INSIDE for k in range(n)], Mode("whole")
+        )
+
+    def _all(self, states: Sequence[int], mode: Mode) -> Assignment:
+        given = self.costs.assignment(states, [mode] * self.facts.n)
+        return self._normal(given.states, given.modes)
 
     def _cuts(self) -> Iterator[Collection[int]]:
         """Where a network may be cut: at results that nothing spans; and at those of operations
@@ -213,9 +221,9 @@ class Descent:
         even one result fits whole, several of them have to change together.
         """
         states = [state if k in cuts else INSIDE for k in range(self.facts.n)]
-        for mode in self.modes:
+        for mode in map(self.costs.modes.__getitem__, self.modes):
             if mode.loops and all(self._enough(zone, mode.grid) for zone in self.zones):
-                yield self._normal(states, [mode] * self.facts.n)
+                yield self._all(states, mode)
 
     def _walk(self, start: Assignment, allowed: float = 0.0, moves: Sequence[Move] = ()) -> Walk:
         return Walk(lambda seen: self._descend(start, seen, allowed, moves or self.moves))
@@ -266,7 +274,7 @@ class Descent:
         return best
 
     def _look(self, assignment: Assignment) -> Found:
-        key = assignment.states[self.here], assignment.modes[self.here]
+        key = assignment.states[self.here].tobytes(), assignment.modes[self.here].tobytes()
         found = self._seen.get(key)
         if found is None:
             found = self._seen[key] = self._found(assignment)
@@ -283,8 +291,8 @@ class Descent:
                 hosted=estimate.hosted,
             )
         part = self.costs.span(self.span.begin, self.span.own, assignment)
-        needs = np.array(part.needs)
-        return Found(part.seconds, needs, float(needs.max(initial=0.0)), assignment, part.kept)
+        peak = float(part.needs.max(initial=0.0))
+        return Found(part.seconds, part.needs, peak, assignment, part.kept)
 
     def _decisions(self, single: bool) -> Iterator[Move]:
         for group in self.groups:
@@ -300,23 +308,24 @@ class Descent:
         than the forward pass, in tiles.
         """
         if what == "state":
-            free = [k for k in members if here.modes[k].grid is not None]  # others have no choice
+            own = np.array(members)
+            free = own[~self.costs.modes.once[here.modes[own]]]  # others have no choice
             for state in self.states:
-                if any(here.states[k] != state for k in free):
+                if (here.states[free] != state).any():
                     yield self._normal(_replaced(here.states, free, state), here.modes)
             return
-        at = self.modes.index(here.modes[members[0]])
+        mode = here.modes[members[0]]
+        at = self.modes.index(mode)
         near = self.modes[max(0, at - 3) : at + 4]
-        tiled = [mode for mode in self.modes if isinstance(mode.grid, tuple)]
-        for other in near if what == "grid" else tiled:
-            if not self._enough(members, other.grid):
+        for other in near if what == "grid" else self.modes[2:]:
+            if not self._enough(members, self.costs.modes[other].grid):
                 continue
-            modes = _replaced(here.modes, members, other)
             if what == "both":
+                modes = _replaced(here.modes, members, other)
                 for state in (INSIDE, PASSING):
                     yield self._normal(_replaced(here.states, members, state), modes)
-            elif other != here.modes[members[0]]:
-                yield self._normal(here.states, modes)
+            elif other != mode:
+                yield self._normal(here.states, _replaced(here.modes, members, other))
 
     def _enough(self, members: list[int], grid: GridSpec) -> bool:
         """Has every one of these results a position for each tile?"""
@@ -326,37 +335,32 @@ class Descent:
             n == 0 or n >= g for each in lengths for n, g in zip(each, grid, strict=True)
         )
 
-    def _normal(self, states: Sequence[int], modes: Sequence[Mode]) -> Assignment:
+    def _normal(self, states: np.ndarray, modes: np.ndarray) -> Assignment:
         """As it runs. Up to a whole result all is computed on that result's grid. What is kept as
         plain JAX keeps it has no whole arrays but those that others read; what such operations read
         is kept. What is hosted is made and read by loops.
         """
-        found, grids = list(states), list(modes)
-        begin, end, _ = self.here.indices(self.facts.n)
-        once = {k for k in range(begin, end) if modes[k].grid is None}
-        if once:
-            for k in once.intersection(self.span.own):
-                found[k] = INSIDE
-            for k, i in self.edges:
-                if (k in once) != (i in once):
-                    found[i] = KEPT
+        states, modes, known = states.copy(), modes.copy(), self.costs.modes
+        once = known.once[modes]
+        if once[self.here].any():
+            states[self._own[once[self._own]]] = INSIDE
+            states[self.read[once[self.readers] != once[self.read]]] = KEPT
         if self.host:
-            for k, i in self.edges:
-                if found[i] == HOSTED and not (modes[k].loops and modes[i].loops):
-                    found[i] = KEPT
+            loops = known.loops[modes]
+            elsewhere = ~(loops[self.readers] & loops[self.read])
+            states[self.read[elsewhere & (states[self.read] == HOSTED)]] = KEPT
         for border in (self.span.begin, self.span.end):
             if border is not None:
-                found[border] = KEPT
-        for k in range(end - 2, begin - 1, -1):
-            if found[k] == INSIDE:
-                grids[k] = grids[k + 1]
-        return Assignment(tuple(found), tuple(grids))
+                states[border] = KEPT
+        positions = self._positions
+        ends = np.where(states[self.here] != INSIDE, positions, positions[-1])
+        modes[self.here] = modes[np.minimum.accumulate(ends[::-1])[::-1]]
+        return Assignment(states, modes)
 
 
-def _replaced(items: Sequence[T], members: Sequence[int], item: T) -> list[T]:
-    found = list(items)
-    for k in members:
-        found[k] = item
+def _replaced(items: np.ndarray, members: Sequence[int] | np.ndarray, item: int) -> np.ndarray:
+    found = items.copy()
+    found[members] = item
     return found
 
 

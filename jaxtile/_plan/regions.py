@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .facts import Facts, bits
@@ -55,7 +55,7 @@ class Regions:
         self.facts = facts
         self._reached: dict[tuple[int, ...], list[tuple[int, int, int, Reach]]] = {}
 
-    def of(self, operations: Sequence[int], whole: int, modes: Sequence[Mode]) -> list[Region]:
+    def of(self, operations: Sequence[int], whole: int, modes: Mapping[int, Mode]) -> list[Region]:
         facts = self.facts
         found: dict[Any, Region] = {}
         inside = bits(k for k in operations if facts.reduces[k] and modes[k].grid == "whole")

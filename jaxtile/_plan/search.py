@@ -305,7 +305,7 @@ class Search:
         rooms = [share * allowed["solver"] for share in _SHARES if allowed["solver"] > 0]
         for solution in filter(None, (fastest(self.tables, room) for room in rooms)):
             candidate = solved(self.model, self.tables, solution)
-            begun.append(as_assignment(self.model, self.tables, solution))
+            begun.append(as_assignment(self.costs, self.model, self.tables, solution))
             # Schedules of both kinds are compared by one estimate.
             seconds = self.costs.estimate(begun[-1]).seconds
             found.append(dataclasses.replace(candidate, seconds=seconds))

@@ -39,8 +39,8 @@ class Option(NamedTuple):
     seconds: float
     peak: float
     kept: float
-    states: tuple[int, ...]
-    modes: tuple[Mode, ...]
+    states: np.ndarray
+    modes: np.ndarray
 
 
 class Spans:
@@ -76,17 +76,16 @@ class Spans:
         solution = fastest(tables, allowed, whole=allowed) if allowed > 0 else None
         if solution is None:
             return None
-        states, modes = [INSIDE] * self.facts.n, [Mode(None)] * self.facts.n
+        found = self.costs.assignment([INSIDE] * self.facts.n, [Mode(None)] * self.facts.n)
         for k, a, b in solution.stages:
             span, option = self.spans[a, b], self.options[a, b][k]
-            for own, state in zip(span.own, option.states, strict=True):
-                states[own] = state
+            found.states[span.own] = option.states
             first = span.own[0] if a else 0
             last = span.own[-1] + 1 if b < n - 1 else self.facts.n
             for own in range(first, last):
                 at = bisect.bisect_left(span.own, own)
-                modes[own] = option.modes[min(at, len(span.own) - 1)]
-        return Assignment(tuple(states), tuple(modes))
+                found.modes[own] = option.modes[min(at, len(span.own) - 1)]
+        return found
 
     def _kind(self, span: Span) -> Any:
         """The same for spans that are alike."""
@@ -123,8 +122,8 @@ class Spans:
                 f.seconds,
                 f.peak,
                 f.kept,
-                tuple(f.assignment.states[k] for k in span.own),
-                tuple(f.assignment.modes[k] for k in span.own),
+                f.assignment.states[span.own],
+                f.assignment.modes[span.own],
             )
             for f in found
         ]

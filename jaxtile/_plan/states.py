@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from .._graph.values import Place
 from ..policy import Choice, Choices, GridSpec, Outline
@@ -53,21 +56,46 @@ class Mode(NamedTuple):
         return self.loops and isinstance(self.grid, tuple) and math.prod(self.grid[1:]) == 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Assignment:
-    states: tuple[int, ...]
-    """Per operation, what becomes of its result."""
-    modes: tuple[Mode, ...]
-    """Per operation, how the region is computed that ends with it."""
+class Modes:
+    """All modes of one network's schedules, by number. Searches change arrays of these numbers
+    thousands of times.
+    """
 
-    @classmethod
-    def of(cls, choices: Choices, outline: Outline) -> Assignment:
-        """What a policy chose. Up to a stored result all is computed on that result's grid."""
-        states, modes, choice = [], [], choices.get(..., Choice("whole"))
-        for part in reversed(outline.parts):
-            stored = part.tiled and part.name in choices
-            choice = choices[part.name] if stored else choice
-            states.append(_STATES[choice.place] if stored else INSIDE)
-            in_tiles = isinstance(choice.grid, tuple) and choice.forward is None
-            modes.append(Mode(choice.grid, tiled_forward=in_tiles))
-        return cls(tuple(states[::-1]), tuple(modes[::-1]))
+    def __init__(self) -> None:
+        self._modes: list[Mode] = []
+        self._numbers: dict[Mode, int] = {}
+        self.once, self.loops = np.zeros(0, bool), np.zeros(0, bool)
+        """Per number: is there no grid? And are there loops?"""
+
+    def __getitem__(self, number: int) -> Mode:
+        return self._modes[number]
+
+    def numbers(self, modes: Sequence[Mode]) -> np.ndarray:
+        if new := [mode for mode in dict.fromkeys(modes) if mode not in self._numbers]:
+            self._modes += new
+            self._numbers = {mode: n for n, mode in enumerate(self._modes)}
+            self.once = np.array([mode.grid is None for mode in self._modes])
+            self.loops = np.array([mode.loops for mode in self._modes])
+        return np.array([self._numbers[mode] for mode in modes], np.uint16)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assignment:
+    states: np.ndarray
+    """Per operation, what becomes of its result."""
+    modes: np.ndarray
+    """Per operation, the number of how the region is computed that ends with it."""
+
+
+def chosen(choices: Choices, outline: Outline) -> tuple[list[int], list[Mode]]:
+    """States and modes as a policy chose them. Up to a stored result all is computed on that
+    result's grid.
+    """
+    states, modes, choice = [], [], choices.get(..., Choice("whole"))
+    for part in reversed(outline.parts):
+        stored = part.tiled and part.name in choices
+        choice = choices[part.name] if stored else choice
+        states.append(_STATES[choice.place] if stored else INSIDE)
+        in_tiles = isinstance(choice.grid, tuple) and choice.forward is None
+        modes.append(Mode(choice.grid, tiled_forward=in_tiles))
+    return states[::-1], modes[::-1]
