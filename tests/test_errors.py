@@ -1,5 +1,7 @@
 """Refusals: our own exception, with the primitive, the line, the shapes, and what to do."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxtile
 import jaxtile.nn
 from jaxtile import TilingError
+from jaxtile.policy import Choice
 
 from .support import assert_same, conv, normal, parametrize_few
 
@@ -176,3 +179,58 @@ def test_not_a_function():
     ):
         with pytest.raises(TypeError, match=r"`fun` \(=3\) must be callable"):
             refused()
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    choices: object
+
+    def choose(self, outline):
+        return self.choices
+
+
+WHOLE = Choice("whole")
+
+
+@pytest.mark.parametrize(
+    "choices, message",
+    [
+        (None, "`choose` returned None"),
+        ({...: (2, 2)}, r"chose (2, 2) for ..."),
+        ({"sums": WHOLE}, "chose a grid for 'sums', which is no result of the function; is 'sum'"),
+        ({"sum": Choice((2, 2), "disk")}, "puts 'sum' in place 'disk': it must be one of 'device'"),
+        ({"sum": Choice((2, 2), forward=(0, 1))}, "`tiles['sum']` (=(0, 1)) must be positive"),
+        ({...: Choice((2, 2), forward=(2,))}, "`tiles[...]` (=(2,)) must have one number per"),
+        ({...: Choice((2,), forward=(1,))}, "`tiles[...]` (=(2,)) must have one number per"),
+    ],
+)
+def test_what_a_policy_may_choose(choices, message):
+    def fun(w, x):
+        return jnp.sin(checkpoint_name(conv(x, w), "sum"))
+
+    refused(fun, message, policy=Chosen(choices), tiles="whole")
+    assert_same(fun, W, IMAGE, in_axes=(None, (1, 2)), policy=Chosen({"sum": Choice([2, 2])}))
+
+
+@pytest.mark.parametrize("decision", ["yes", None, 1])
+def test_what_a_policy_may_return(decision):
+    fun, policy = lambda w, x: jnp.sin(conv(x, w)), lambda *a, **k: decision
+    refused(fun, f"`policy` returned {decision!r}", policy=policy)
+
+
+def test_keys_of_tiles_are_names():
+    refused(lambda w, x: jnp.sin(x), "`tiles` has a grid for 1", tiles={1: (2, 2), ...: (2, 2)})
+
+
+@pytest.mark.parametrize("entry", [1.5, "hw", {1, 2}])
+def test_entries_of_in_axes(entry):
+    refused(lambda w, x: x, f"has the entry {entry!r}", in_axes=(None, entry))
+
+
+def test_programs_that_are_not_compiled_yet():
+    with pytest.raises(TypeError, match="is not lowered"):
+        jaxtile.compiled_bytes(jnp.sin)
+    with pytest.raises(TypeError, match="is not traced"):
+        jaxtile.estimate_memory(jnp.sin)
+    with pytest.raises(TilingError, match="must have a shape and a dtype"):
+        jaxtile.masked("image.tif", W)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core.primitives import reshape_p
 
 from .. import _rules as rules
-from .._errors import Mixes, describe
+from .._errors import Mixes, TilingError, describe
 from .._rules import Axes, Equation, Reduction, tiled, untiled
 from .alike import likeness
 from .values import Node, Place, Value, constant, is_held
@@ -223,4 +223,9 @@ def place(decision: Any) -> Place | None:
             return "device"
         case "Offloadable":
             return "host"
-    return None
+        case "RecomputeType":
+            return None
+    raise TilingError(
+        f"`policy` returned {decision!r}: it must return a bool, or what the functions of "
+        "`jax.checkpoint_policies` return"
+    )

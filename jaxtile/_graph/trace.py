@@ -284,6 +284,11 @@ def _spread(prefix: Any, argument: Any, in_axes: Any = None) -> list[Entry]:
     entries: list[Entry] = []
 
     def add(entry: Entry, part: Any) -> None:
+        if not _is_axes(entry):
+            raise TilingError(
+                f"`in_axes` (={in_axes}) has the entry {entry!r}: it must be None, an axis, or a "
+                "tuple of axes"
+            )
         if isinstance(part, Static) and entry is not None:
             raise TilingError(
                 f"`in_axes` (={in_axes}) tiles axes {entry} of {part.value!r}, which is static, "

@@ -72,5 +72,7 @@ def compiled_bytes(lowered: Any, platform: str | None = None) -> Bytes:
     >>> jaxtile.compiled_bytes(jax.jit(step).lower(*shapes)).arguments
     278528
     """
+    if not hasattr(lowered, "compile"):
+        raise TypeError(f"{lowered!r} is not lowered: give `jax.jit(fun).lower(*args)`")
     options = _SKIPPED.get(platform or jax.default_backend(), {})
     return Bytes.of(lowered.compile(compiler_options=options))

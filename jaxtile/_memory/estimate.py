@@ -45,6 +45,8 @@ def estimate_memory(traced: Any) -> Estimate:
     >>> jaxtile.estimate_memory(jax.jit(step).trace(*shapes)).bytes.outputs
     16384
     """
+    if not hasattr(traced, "jaxpr"):
+        raise TypeError(f"{traced!r} is not traced: give `jax.jit(fun).trace(*args)`")
     graph = build_untiled(traced.jaxpr)
     used = {v.array for node in graph.nodes for v in node.inputs}
     used |= {v.array for v in graph.outputs}

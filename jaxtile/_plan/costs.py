@@ -168,7 +168,7 @@ class Costs:
             found = json.loads(pathlib.Path(path).read_text())
             long = tuple(found.get("long", cls.long))
             return cls(**found | {"classes": _timings(found.get("classes", {})), "long": long})
-        except (TypeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not a table of costs ({error}): measure it anew, or delete it to use "
                 "the one that is built in"

@@ -147,10 +147,11 @@ class Plan:
             )
             if name.endswith(("bytes", "seconds", "budget", "operations")) and not number:
                 raise ValueError(f"{name} (={value!r}) must be a number")
-        for grid in (self.rest.grid, *(s.grid for s in self.stages)):
-            tiles = isinstance(grid, tuple) and all(isinstance(n, int) and n > 0 for n in grid)
-            if not (grid is None or grid == "whole" or tiles):
-                raise ValueError(f"grid (={grid!r}) must be tiles along axes, 'whole' or none")
+        for each in [self.rest, *(Choice(s.grid, forward=s.forward) for s in self.stages)]:
+            for grid, others in ((each.grid, (None, "whole")), (each.forward, (None,))):
+                tiles = isinstance(grid, tuple) and all(isinstance(n, int) and n > 0 for n in grid)
+                if not (tiles or grid in others):
+                    raise ValueError(f"grid (={grid!r}) must be tiles along axes, 'whole' or none")
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """A picture: bytes live over the schedule, stored results as bars. Needs matplotlib."""

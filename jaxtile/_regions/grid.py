@@ -47,7 +47,7 @@ def grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
     name = None if value is None else value.name
     for key in (value, name, ...):
         if key is not None and key in tiles:
-            return _checked(tiles[key], rank, f"`tiles[{'...' if key is ... else repr(key)}]`")
+            return _checked(tiles[key], rank, f"`tiles[{'...' if key is ... else repr(name)}]`")
     raise TilingError(
         f"`tiles` (={dict(tiles)}) gives no grid for the region that computes "
         f"{name or 'an unnamed value'!r}: add that name, or the key `...` for all other regions"
@@ -56,7 +56,11 @@ def grid_of(tiles: Tiles, value: Value | None, rank: int) -> Grid:
 
 def _checked(spec: Any, rank: int, what: str) -> Grid:
     if isinstance(spec, Grid):
-        return spec
+        tiles, forward = (
+            None if each is None else _checked(each, rank, what).tiles
+            for each in (spec.tiles, spec.forward)
+        )
+        return Grid(tiles, spec.recomputed, forward)
     if isinstance(spec, np.ndarray):
         spec = spec.tolist()
     if spec is None or spec == "whole":

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import TilingError
 from .._graph.loss import loss_of
-from .._graph.values import Graph, Node, Storage, moving
+from .._graph.values import Graph, Node, Storage, Value, moving
 from .._mesh.collectives import reduction_step
 from .._mesh.devices import Devices
 from .again import grouped, possible, prepare, together
@@ -182,7 +182,7 @@ def _check_keys(tiles: Tiles, regions: list[Region]) -> None:
     known = {
         t.value.name for r in regions for t in r.targets if t.reduction is None and t.value.name
     }
-    unknown = [k for k in tiles if isinstance(k, str) and k not in known]
+    unknown = [k for k in tiles if k is not ... and not isinstance(k, Value) and k not in known]
     if unknown:
         raise TilingError(
             f"`tiles` has a grid for {unknown[0]!r}, but no stored value has that name; stored "

@@ -27,6 +27,7 @@ from jax import lax
 
 from .derivative import apply
 from .plainly import plain
+from .reductions import extreme
 
 Array = jax.Array
 
@@ -67,7 +68,7 @@ class _Pool:
 def _summed(primitive: Any, params: Mapping[str, Any], x: Array, cotangent: Array) -> Array:
     is_max = primitive.name == "reduce_window_max"
     strides, padding = params["window_strides"], params["padding"]
-    outside = np.array(-np.inf if is_max else np.inf, x.dtype)
+    outside = extreme(x.dtype, lowest=is_max)
     padded = lax.pad(x, outside, [(low, high, 0) for low, high in padding])
     offsets = list(itertools.product(*map(range, params["window_dimensions"])))
     shape = cotangent.shape

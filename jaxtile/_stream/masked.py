@@ -36,6 +36,10 @@ class Masked:
     """What `masked` returns: a source for `jaxtile.stream`."""
 
     def __init__(self, source: Any, mask: np.ndarray, fill: Any):
+        if not hasattr(source, "shape") or not hasattr(source, "dtype"):
+            raise TilingError(
+                f"`source` (={source!r}) must have a shape and a dtype, as arrays have"
+            )
         self.source, self.mask = source, mask
         self.shape, self.dtype = tuple(source.shape), dtype_of(source.dtype)
         self.fill = np.asarray(fill, self.dtype)

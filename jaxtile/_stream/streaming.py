@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any
 
 import jax
@@ -162,8 +162,12 @@ class Streamed:
         """
         args, kwargs = only_arrays(self._fun, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        if not all(-len(args) <= i < len(args) for i in numbers):
+        one = isinstance(argnums, Integral)
+        numbers: Any = (argnums,) if one else argnums
+        right = isinstance(numbers, Sequence) and all(
+            isinstance(i, Integral) and -len(args) <= int(i) < len(args) for i in numbers
+        )
+        if not right:
             raise TilingError(
                 f"`argnums` (={argnums!r}) must be numbers of positional arguments, of which there "
                 f"are {len(args)} here"
@@ -178,7 +182,7 @@ class Streamed:
             for n, each in zip(numbers, where, strict=True)
         ]
         value = jax.tree.unflatten(program.traced.out_tree, results)
-        return value, trees[0] if isinstance(argnums, int) else tuple(trees)
+        return value, trees[0] if one else tuple(trees)
 
     def _program(
         self, leaves: Sequence[Any], tree: Any, wanted: tuple[int, ...] = (), has_aux: bool = False

@@ -105,6 +105,11 @@ class LocalConv(nnx.Module):
         kernel_init: Any = None,
         rngs: nnx.Rngs,
     ):
+        if len(in_size) != len(kernel_size):
+            raise ValueError(
+                f"`in_size` (={tuple(in_size)}) and `kernel_size` (={tuple(kernel_size)}) must "
+                "have one number per spatial axis each"
+            )
         out = tuple(n - k + 1 for n, k in zip(in_size, kernel_size, strict=True))
         if any(n < 1 for n in out):
             raise ValueError(

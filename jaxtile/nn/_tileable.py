@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from ._checkpoint import checkpoint
@@ -19,6 +20,8 @@ class Tileable(nnx.Module):
 
     def __init__(self, *args: Any, tiles: tuple[int, ...] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        if np.ndim(tiles or ()) != 1:
+            raise ValueError(f"`tiles` (={tiles}) must have one number per spatial axis")
         self.tiles = tiles
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:

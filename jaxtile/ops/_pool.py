@@ -6,9 +6,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from .._rules.reductions import extreme
 from ._spatial import Padding, Size, pads, per_axis
 from ._tileable import tileable
 
@@ -27,8 +27,7 @@ def max_pool(
     >>> jax.grad(lambda x: ops.max_pool(x).sum())(jnp.zeros((1, 2, 2, 1)))[0, :, :, 0].tolist()
     [[1.0, 0.0], [0.0, 0.0]]
     """
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    lowest = -jnp.inf if floating else np.array(jnp.iinfo(x.dtype).min, x.dtype)
+    lowest = extreme(x.dtype, lowest=True)
     return lax.reduce_window(x, lowest, lax.max, *_windows(x, window, strides, padding))
 
 

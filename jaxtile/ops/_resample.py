@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ._spatial import Size, per_axis
@@ -47,6 +48,11 @@ def _linear(x: jax.Array, axis: int, times: int) -> list[jax.Array]:
 
 def center_crop(x: jax.Array, size: Sequence[int]) -> jax.Array:
     """The middle of `x` (`NHWC`), of this spatial size; an odd excess loses one more at the end."""
+    if np.ndim(size) != 1 or len(size) != x.ndim - 2:
+        raise ValueError(
+            f"the size (={size}) must have {x.ndim - 2} numbers, one per spatial axis of the image "
+            f"of shape {x.shape}"
+        )
     excess = [n - m for n, m in zip(x.shape[1:-1], size, strict=True)]
     if any(e < 0 for e in excess):
         raise ValueError(f"cannot crop an image of shape {x.shape} to the larger size {(*size,)}")

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from .._checkpoint import checkpoint
 
 
@@ -31,7 +33,7 @@ def tileable(**first_axis: int) -> Callable[[Callable[..., Any]], Callable[..., 
             arguments = signature.bind(*args, **kwargs).arguments
             arrays = {k: arguments.pop(k) for k in operands if k in arguments}
             rank = arrays[image].ndim - 2
-            if len(tiles) != rank:
+            if np.ndim(tiles) != 1 or len(tiles) != rank:
                 raise ValueError(
                     f"`tiles` (={tiles}) must have one number per spatial axis of `{image}`, which "
                     f"has {max(rank, 0)}: its shape is {arrays[image].shape}, batch first, "

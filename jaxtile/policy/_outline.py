@@ -15,12 +15,14 @@ an approximation; the planner only compares schedules with them.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, get_args, runtime_checkable
 
+from .._errors import TilingError
 from .._graph.build import build_storing
 from .._graph.loss import loss_of
 from .._graph.operations import Operation, Operations, contract
@@ -291,17 +293,45 @@ def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
 
 
 def _grid(choice: Choice) -> GridSpec | Grid:
-    if choice.forward is None or not isinstance(choice.grid, tuple):
+    if choice.forward is None or choice.grid is None or choice.grid == "whole":
         return choice.grid
     return Grid(choice.grid, forward=choice.forward)
+
+
+def _check(choices: Choices, names: Collection[str]) -> None:
+    """Is this what `GraphPolicy.choose` must return?"""
+    if not isinstance(choices, Mapping):
+        raise TilingError(
+            f"the policy's `choose` returned {choices!r}: it must return a dict, from names of "
+            "results, and `...` for all others, to `jaxtile.policy.Choice`s"
+        )
+    for name, choice in choices.items():
+        shown = "..." if name is ... else repr(name)
+        if name is not ... and name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            raise TilingError(
+                f"the policy chose a grid for {shown}, which is no result of the function"
+                + (f"; is {near[0]!r} meant?" if near else "")
+                + " (the names are in `jaxtile.policy.outline(...).parts`)"
+            )
+        if not isinstance(choice, Choice):
+            raise TilingError(
+                f"the policy chose {choice!r} for {shown}: it must be a `jaxtile.policy.Choice`"
+            )
+        if choice.place not in get_args(Place):
+            raise TilingError(
+                f"the policy puts {shown} in place {choice.place!r}: it must be one of "
+                f"{', '.join(map(repr, get_args(Place)))}"
+            )
 
 
 def apply(
     choices: Choices, values: Mapping[str, Value]
 ) -> tuple[Storage, dict[Value | EllipsisType, GridSpec | Grid]]:
     """What a policy stores, and the grids as `jaxtile.checkpoint` takes them."""
+    _check(choices, values.keys())
     stored: dict[Value, Place] = {}
-    grids: dict[Value | EllipsisType, GridSpec | Grid] = {}
+    grids: dict[Value | EllipsisType, GridSpec | Grid] = {...: "whole"}
     for name, choice in choices.items():
         if isinstance(name, EllipsisType):
             grids[...] = _grid(choice)
