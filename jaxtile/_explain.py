@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import jax.numpy as jnp
 import numpy as np
 
 from ._errors import user_line
@@ -26,13 +25,13 @@ from ._explanation import (
 )
 from ._geometry import Window, partition
 from ._graph.trace import Traced
-from ._graph.values import Node, Storage, Value
+from ._graph.values import Node, Storage, Value, is_float
 from ._graph.work import flops, fused, whole_flops
 from ._regions.region import Region
 from ._regions.regions import Schedule
 from ._regions.targets import Target
 from ._regions.tile import TiledEquation
-from ._rules import Windows, traits
+from ._rules import Windows
 from ._rules.shape import local_shape
 from ._run.repeats import Repeats
 
@@ -48,9 +47,7 @@ def _report(schedule: Schedule, skipped: Mapping[int, int]) -> Explanation:
         dataclasses.replace(_region(r, costs, schedule.stored), skipped=skipped.get(r.index, 0))
         for r in schedule.regions
     )
-    inside = {n for r in schedule.regions for n in r.nodes} | {
-        t.reduction for r in schedule.regions for t in r.targets if t.reduction
-    }
+    inside = {n for r in schedule.regions for n in r.equations}
     outside = [n for n in schedule.flat if isinstance(n, Node) and n not in inside]
     layers = tuple(
         LayersReport(_line(n), n.layers.length, _report(n.layers.body.schedule, {}))
@@ -61,9 +58,7 @@ def _report(schedule: Schedule, skipped: Mapping[int, int]) -> Explanation:
     plain_flops = global_flops + sum(whole_flops(n, costs) for n in inside)
     plain_flops += sum(each.layers * each.layer.plain_flops for each in layers)
     whole = tuple(
-        WholeReport(
-            n.equation.primitive.name, _line(n), n.runs_whole, sum(v.bytes for v in n.outputs)
-        )
+        WholeReport(n.op, _line(n), n.runs_whole, sum(v.bytes for v in n.outputs))
         for n in outside
         if n.runs_whole is not None
     )
@@ -75,8 +70,7 @@ def _line(node: Node) -> str:
 
 
 def _region(region: Region, costs: dict[Node, int], stored: Storage) -> RegionReport:
-    reductions = [t.reduction for t in region.targets if t.reduction]
-    nodes = list(dict.fromkeys([*region.nodes, *reductions]))
+    nodes = list(dict.fromkeys(region.equations))
     work, backward = _work(region, costs), region.again or region
     kept = region.loss is not None or not region.grid.recomputed
     again = set() if kept else _needed_again(region)
@@ -95,7 +89,7 @@ def _region(region: Region, costs: dict[Node, int], stored: Storage) -> RegionRe
         tiles=backward.tiles,
         passing=tuple(t.label for t in passing),
         restored=tuple(t.label for t in restored),
-        ops=dict(Counter(n.equation.primitive.name for n in nodes)),
+        ops=dict(Counter(n.op for n in nodes)),
         reads=tuple(_read(v, region) for v in region.inputs),
         writes=tuple(_written(t, region) for t in region.targets),
         stored_bytes=sum(t.result.bytes for t in region.targets if t not in passing + restored),
@@ -111,16 +105,15 @@ def _region(region: Region, costs: dict[Node, int], stored: Storage) -> RegionRe
 
 def _work(region: Region, costs: dict[Node, int]) -> dict[Node, int]:
     """Operations of each equation of a region, over all tiles."""
-    reductions = [(t, t.reduction) for t in region.targets if t.reduction]
     if region.plan is None:
-        nodes = {*region.before, *region.nodes, *(node for _, node in reductions)}
-        return {n: whole_flops(n, costs) for n in nodes}
+        return {n: whole_flops(n, costs) for n in {*region.before, *region.equations}}
     windows = region.plan.windows
     tile = {
         i.node: _in_tile(i, windows, costs)
         for i in region.plan.instructions
         if isinstance(i, TiledEquation)
     }
+    reductions = [(t, t.reduction) for t in region.targets if t.reduction]
     tile |= {node: _reduced(t, node, windows, costs) for t, node in reductions}
     return {n: flops * region.tiles for n, flops in tile.items()}
 
@@ -144,7 +137,7 @@ def _exchanged(region: Region) -> Exchanged:
     for value in region.inputs:
         exchange, itemsize = region.exchange(value), value.aval.dtype.itemsize
         again = region.grid.recomputed
-        back = value.array.node is not None and jnp.issubdtype(value.aval.dtype, jnp.inexact)
+        back = value.array.node is not None and is_float(value)
         forward, forward_messages = exchange.sent(1, 0)
         backward, backward_messages = exchange.sent(again, back)
         every = exchange.sent_by_all(devices) * itemsize
@@ -178,7 +171,7 @@ def _sums(region: Region) -> Counter[str]:
         forward = max(forward, here)
         if node in again and not kept:
             recomputed = max(recomputed, here)
-    weights = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in region.globals)
+    weights = any(is_float(v) for v in region.globals)
     after = any(across(t.reduction) for t in region.targets if t.reduction is not None)
     return Counter(forward_sums=forward + after, backward_sums=recomputed + forward + weights)
 
@@ -192,13 +185,10 @@ def _needed_again(region: Region) -> set[Node]:
     needed: set[Value] = set()
     again: set[Node] = set()
     for target in region.targets:
-        if (
-            target.reduction is not None
-            and traits(target.reduction.equation.primitive).linear != "sum"
-        ):
+        if target.reduction is not None and target.reduction.traits.linear != "sum":
             needed.update(v.array for v in target.operands)
     for node in reversed(region.nodes):
-        known = traits(node.equation.primitive)
+        known = node.traits
         if known.reads_result or any(v in needed for v in node.outputs):
             again.add(node)
         if node in again or not known.forgets:
@@ -237,7 +227,7 @@ def _local(value: Value, windows: dict[Value, Windows]) -> tuple[int, ...]:
 
 def _read(value: Value, region: Region) -> ArrayUse:
     array = value.array
-    name = array.name or ("constant" if array.node is None else array.node.equation.primitive.name)
+    name = array.name or ("constant" if array.node is None else array.node.op)
     if region.plan is None:
         return _use(name, value, (), ())
     ordered = sorted(region.plan.windows[value].items(), key=lambda item: item[1].axis)

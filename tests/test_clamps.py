@@ -66,7 +66,7 @@ def arguments(dtype="float64"):
 def primitives(loss, kernels, x):
     traced = trace(loss, (kernels, x), {}, AXES)
     nodes = build(traced).nodes
-    return [node.equation.primitive.name for node in nodes]
+    return [node.op for node in nodes]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jax.extend.core import jaxprs_in_params
 
 import jaxtile
 from experiments.measuring.problems import problem, shape_of
-from jaxtile._plan.assignment import Assignments, Traffic
+from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.candidates import as_assignment
 from jaxtile._plan.candidates import assigned as as_candidate
 from jaxtile._plan.costs import BUILT_IN, Duration, host_memory
@@ -30,6 +30,7 @@ from jaxtile._plan.planner import default_step
 from jaxtile._plan.search import Search, Terms
 from jaxtile._plan.solver import ChosenStretch, fastest, measured
 from jaxtile._plan.states import HOSTED, INSIDE, KEPT, PASSING, RESTORED, Mode
+from jaxtile._plan.traffic import Traffic
 
 from .support import assert_close, conv, parametrize_few
 from .test_again import Results, arguments, network, normed, tiled

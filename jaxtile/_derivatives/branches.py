@@ -35,9 +35,9 @@ class Cond(Rule):
             return "some of its results carry no tiled axis"
         for node in (n for g in _graphs(eqn, eqn.in_axes[1:], eqn.out_axes) for n in g.nodes):
             if mixes(node):
-                return f"a branch calls `{node.equation.primitive.name}` on a tiled axis"
+                return f"a branch calls `{node.op}` on a tiled axis"
             if node.tiled and (reason := node.rule.runs_whole(node.equation)) is not None:
-                return f"a branch calls `{node.equation.primitive.name}`: {reason}"
+                return f"a branch calls `{node.op}`: {reason}"
         return None
 
     def step(self, eqn: Equation, windows: Sequence[Windows | None]) -> Step:

@@ -122,8 +122,11 @@ def differentiated(eqn: Equation) -> Graph:
     def forward(primals: Arrays) -> list[jax.Array]:
         return jax.vjp(_of_floats(eqn, primals), *pick(eqn, primals))[0]
 
-    closed = _traced(eqn, forward, types_of(eqn.in_avals))
-    return build_inside(closed, eqn.in_axes, eqn.out_axes)
+    def found() -> Graph:
+        closed = _traced(eqn, forward, types_of(eqn.in_avals))
+        return build_inside(closed, eqn.in_axes, eqn.out_axes)
+
+    return eqn.once(differentiated, found)
 
 
 def pullback_of(eqn: Equation) -> Callable[[Arrays, Arrays], tuple[jax.Array, ...]]:
@@ -138,11 +141,15 @@ def pullback_of(eqn: Equation) -> Callable[[Arrays, Arrays], tuple[jax.Array, ..
 
 def cotangents_of(eqn: Equation) -> Graph:
     """The graph of a `custom_vjp`'s pullback."""
-    diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
-    shapes = types_of(eqn.in_avals), types_of([eqn.out_avals[i] for i in diff_out])
-    closed = _traced(eqn, pullback_of(eqn), *shapes)
-    in_axes = [*eqn.in_axes, *(eqn.out_axes[i] for i in diff_out)]
-    return build_inside(closed, in_axes, [eqn.in_axes[i] for i in diff_in])
+
+    def found() -> Graph:
+        diff_in, diff_out = inexact(eqn.in_avals), inexact(eqn.out_avals)
+        shapes = types_of(eqn.in_avals), types_of([eqn.out_avals[i] for i in diff_out])
+        closed = _traced(eqn, pullback_of(eqn), *shapes)
+        in_axes = [*eqn.in_axes, *(eqn.out_axes[i] for i in diff_out)]
+        return build_inside(closed, in_axes, [eqn.in_axes[i] for i in diff_in])
+
+    return eqn.once(cotangents_of, found)
 
 
 def _traced(eqn: Equation, rule: Callable[..., Any], *shapes: Any) -> Any:

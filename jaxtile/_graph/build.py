@@ -32,9 +32,7 @@ def build(
 
 def build_layers(traced: Traced, policy: Policy | None, in_tiles: InTiles) -> Graph:
     """The graph of a function in which scans over layers stay scans."""
-    walk = Walk(policy)
-    walk.make_layer = in_tiles
-    return _graph(walk, traced, traced.in_axes, traced.names)
+    return _graph(Walk(policy, make_layer=in_tiles), traced, traced.in_axes, traced.names)
 
 
 def build_storing(traced: Traced) -> Graph:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import _rules as rules
 from .._rules.clamp import by_result
 from .values import Node, Value
 
@@ -16,7 +15,7 @@ def ask_results(nodes: Sequence[Node]) -> list[Node]:
     arrays: set[Value] = set()
     changed = []
     for node in reversed(nodes):
-        known = rules.traits(node.equation.primitive)
+        known = node.traits
         if known.view and not arrays.isdisjoint(node.outputs):
             arrays.add(node.inputs[0].array)
         elif not known.fuses and not node.is_call:

@@ -67,7 +67,7 @@ def _counted(value: Value) -> int | None:
     if value.node is None or max(value.aval.shape, default=0) > np.iinfo(value.aval.dtype).max:
         return None
     params, operands = value.node.equation.params, value.node.inputs
-    match value.node.equation.primitive.name:
+    match value.node.op:
         case "iota":
             return int(params["dimension"])
         case "broadcast_in_dim":
@@ -85,7 +85,7 @@ def _never(value: Value) -> bool:
     node = value.node
     if value.concrete:
         return not np.any(value.known)
-    if node is None or node.equation.primitive.name != "lt":
+    if node is None or node.op != "lt":
         return False
     counts, zero = node.inputs
     return _counted(counts) is not None and zero.concrete and not np.any(zero.known)

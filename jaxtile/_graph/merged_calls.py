@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from .inline import any_call
 from .joint import Groups, Joint, Restated, bound, plain, reshaped, sizes
-from .values import Value
+from .values import Value, is_float
 
 Function = Callable[..., Sequence[Any]]
 
@@ -35,7 +34,7 @@ def call(eqn: Any, inputs: Sequence[Value]) -> Restated | None:
         forwards.defjvp(lambda primals, tangents: jax.jvp(ruled, primals, tangents))
         return forwards, groups
     backwards = jax.custom_vjp(function)
-    floats = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in inputs]
+    floats = [is_float(v) for v in inputs]
 
     def cotangents(pull: Callable[..., Any], given: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(c if f else None for c, f in zip(pull(list(given)), floats, strict=True))

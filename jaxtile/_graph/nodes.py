@@ -26,6 +26,10 @@ Policy = Callable[..., Any]
 """As `jax.checkpoint` takes it."""
 
 
+_BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
+"""Work whose results are about as large as its operands; contractions with such results, too."""
+
+
 class Nodes:
     """What has been made so far; inside a tile, nothing can be stored."""
 
@@ -129,9 +133,9 @@ class Nodes:
             )
         return self.view(value, axes)
 
-    def whole(self, value: Value, kinds: Sequence[str] = ()) -> Value | None:
+    def whole(self, value: Value, bounded: bool = False) -> Value | None:
         """The value as a global one, if it follows from what the policy stores: cheaply, or by
-        work of these kinds.
+        `bounded` work, whose results are about as large as its operands.
 
         What is stored is held whole by the user's choice; equations that mix its positions may then
         run once, untiled.
@@ -142,20 +146,20 @@ class Nodes:
         reduced = node is not None and node.reduction is not None
         if value.array in self.stored or not value.array.tiled or reduced:
             return self.view(value, untiled(value.aval))
-        key = value, len(self.stored), kinds
+        key = value, len(self.stored), bounded
         if key not in self._wholes:
-            self._wholes[key] = None if node is None else self._untiled(node, value, kinds)
+            self._wholes[key] = None if node is None else self._untiled(node, value, bounded)
         return self._wholes[key]
 
-    def _untiled(self, node: Node, value: Value, kinds: Sequence[str]) -> Value | None:
+    def _untiled(self, node: Node, value: Value, bounded: bool) -> Value | None:
         """An equation on whole arrays, as `whole` wants it."""
         cheap = node.rule.is_call or node.rule.promote(node.equation, value.axes) is not None
-        kind = rules.traits(node.equation.primitive).kind
+        kind = node.traits.kind
         shrinks = any(value.bytes <= v.bytes for v in node.inputs)
-        bounded = kind in kinds or (kinds and kind == "contraction" and shrinks)
-        if not cheap and not bounded:
+        small = kind in _BOUNDED or (kind == "contraction" and shrinks)
+        if not cheap and not (bounded and small):
             return None
-        whole = [self.whole(v, kinds) for v in node.inputs]
+        whole = [self.whole(v, bounded) for v in node.inputs]
         inputs = [v for v in whole if v is not None]
         if len(inputs) < len(whole):
             return None

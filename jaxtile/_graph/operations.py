@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 
-from .._rules import traits
 from .build import build_untiled
 from .static import shown
 from .trace import argument_names, inside, only_arrays
@@ -181,7 +180,7 @@ def _ends(graph: Graph, worth: Callable[[Node], bool]) -> dict[Node, Node]:
         effect = node.equation.effects and node.outputs
         if node not in outputs and not reading and not effect:
             continue
-        named = node.equation.primitive.name == "name"
+        named = node.op == "name"
         ends_here = named or node in outputs or len(reading) != 1 or worth(node)
         ends[node] = node if ends_here else next(iter(reading))
         for value in node.inputs:
@@ -195,7 +194,7 @@ def _labels(ends: Iterable[Node]) -> dict[Node, str]:
     labels: dict[Node, str] = {}
     seen: dict[str, int] = {}
     for end in ends:
-        label = end.outputs[0].name or end.equation.primitive.name
+        label = end.outputs[0].name or end.op
         seen[label] = seen.get(label, 0) + 1
         labels[end] = label if seen[label] == 1 else f"{label}:{seen[label]}"
     return labels
@@ -205,7 +204,7 @@ _KINDS = ("convolution", "contraction", "max_pool", "window", "random", "reducti
 
 
 def _kind(nodes: Iterable[Node]) -> str:
-    kinds = {traits(n.equation.primitive).kind for n in nodes}
+    kinds = {n.traits.kind for n in nodes}
     for kind in _KINDS:
         if kind in kinds:
             return kind

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.extend.core.primitives import conv_general_dilated_p
 
-from .._rules import Axes, Equation, traits
+from .._rules import Axes, Equation
 from .._rules.planes import wide_bytes
 from .values import Graph, Node, Value, is_float
 
@@ -93,7 +93,7 @@ def sample_of(nodes: Sequence[Node], trained: Collection[Value]) -> Sample | Non
 def _computes(value: Value, nodes: Sequence[Node]) -> bool:
     """Do these equations do something to get this value, other than naming or moving it?"""
     node = value.node
-    while node is not None and node in nodes and traits(node.equation.primitive).view:
+    while node is not None and node in nodes and node.traits.view:
         node = node.inputs[0].array.node
     return node in nodes
 

@@ -20,7 +20,7 @@ import numpy as np
 from .. import _rules as rules
 from .._errors import Mixes, TilingError, describe
 from .._geometry import Window
-from .._rules import Axes, Equation, Reduction, Step, Windows, tiled, untiled
+from .._rules import Axes, Equation, Reduction, Step, Traits, Windows, tiled, untiled
 from .inline import bodies, plain_call
 from .layers import Layers
 
@@ -42,7 +42,7 @@ class Value:
     """Given by the user with `checkpoint_name`; for an argument, what the function calls it."""
 
     def __repr__(self) -> str:
-        source = "argument" if self.node is None else self.node.equation.primitive.name
+        source = "argument" if self.node is None else self.node.op
         return f"Value({self.name or source}: {describe(self.aval, self.axes)})"
 
     @functools.cached_property
@@ -65,7 +65,7 @@ class Value:
         operand.
         """
         node = self.node
-        while node is not None and node.equation.primitive.name == "name":
+        while node is not None and node.op == "name":
             node = node.inputs[0].array.node
         return node if node is not None and node.forgets_operand else None
 
@@ -97,14 +97,23 @@ class Node:
 
     def __post_init__(self) -> None:
         self.like = self.equation
-        known = rules.traits(self.equation.primitive)
+        known = self.traits
         before = [v.array.node for v in self.inputs if v.tiled]
         adds = known.linear == "sum" or known.kind == "movement"
         self.sums = not known.fuses or (adds and all(n is None or n.sums for n in before))
         self.stage = max((n.stage + n.expensive for n in before if n is not None), default=0)
 
     def __repr__(self) -> str:
-        return f"Node({self.equation.primitive.name}: {list(self.inputs)} -> {list(self.outputs)})"
+        return f"Node({self.op}: {list(self.inputs)} -> {list(self.outputs)})"
+
+    @property
+    def op(self) -> str:
+        """The name of its primitive."""
+        return self.equation.primitive.name
+
+    @property
+    def traits(self) -> Traits:
+        return rules.traits(self.equation.primitive)
 
     @property
     def tiled(self) -> bool:
@@ -115,27 +124,26 @@ class Node:
         """Does a derivative need its result, and nothing of what that is computed from? So it is
         with a ReLU after a convolution (`clamps`).
         """
-        return self.equation.primitive.name == "clamp_by_result"
+        return self.op == "clamp_by_result"
 
     @property
     def flat(self) -> bool:
         """Is its derivative zero, as that of `stop_gradient`?"""
-        return rules.traits(self.equation.primitive).flat
+        return self.traits.flat
 
     @property
     def fuses(self) -> bool:
         """Can a compiler compute this as part of what reads it?"""
-        traits = rules.traits(self.equation.primitive)
-        return traits.fuses or (self.tiled and self.rule.is_call)
+        return self.traits.fuses or (self.tiled and self.rule.is_call)
 
     @property
     def works(self) -> bool:
         """Is it worth storing what it computes?"""
-        return rules.traits(self.equation.primitive).works
+        return self.traits.works
 
     @property
     def expensive(self) -> bool:
-        return self.works or rules.traits(self.equation.primitive).kind == "reduction"
+        return self.works or self.traits.kind == "reduction"
 
     @property
     def rule(self) -> rules.Rule:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend.core import Literal as Constant
 
@@ -32,9 +31,6 @@ from .restated import restated
 from .unrolled import over_merged, unrolled
 from .values import Graph, Node, Value, constant, constants_of, is_held, without_elements
 
-_BOUNDED = ("movement", "elementwise", "random", "reduction", "window", "max_pool")
-"""Work whose results are about as large as its operands; contractions with such results, too."""
-
 
 class Walk:
     """The walk over a jaxpr, which makes nodes.
@@ -42,7 +38,8 @@ class Walk:
     `calls` are the places of the calls that are being looked through, the innermost one last. What
     cannot be tiled is an error, unless `store_mixed`: then its operands are stored. `in_tile`: the
     jaxpr is evaluated inside a tile, where nothing can be stored; `in_rule`: there, as a function
-    with a derivative rule, or as that rule.
+    with a derivative rule, or as that rule. `make_layer` runs the body of a scan over layers in
+    tiles; without it such a scan is unrolled.
     """
 
     def __init__(
@@ -52,12 +49,13 @@ class Walk:
         store_mixed: bool = False,
         in_tile: bool = False,
         in_rule: bool = False,
+        make_layer: InTiles | None = None,
     ):
         self.nodes = Nodes(policy, in_tile)
         self.look_through = look_through
         self.store_mixed = store_mixed
         self.in_tile, self.in_rule = in_tile, in_rule
-        self.make_layer: InTiles | None = None
+        self.make_layer = make_layer
         self._parted = 0
         self.calls: list[Any] = []
 
@@ -78,7 +76,7 @@ class Walk:
 
         def read(var: Any) -> Value:
             if isinstance(var, Constant):
-                return Value(var.aval, (None,) * np.ndim(var.val), known=var.val)
+                return Value(var.aval, untiled(var.aval), known=var.val)
             return env[var]
 
         pieces: dict[Any, Sequence[Value]] = {}
@@ -219,7 +217,7 @@ class Walk:
         """
         if self.store_mixed:
             self.nodes.store_whole([v for v in inputs if v.tiled])
-        whole = [self.nodes.whole(v, _BOUNDED) for v in inputs]
+        whole = [self.nodes.whole(v, bounded=True) for v in inputs]
         found = [v if w is None else w for v, w in zip(inputs, whole, strict=True)]
         if not any(v.tiled and not w.tiled for v, w in zip(inputs, found, strict=True)):
             raise self._refusal(equation, refusal) from None
@@ -264,7 +262,7 @@ class Walk:
         if isinstance(value, Joint):
             return value.value
         node = value.node
-        if node is None or value.tiled or node.equation.primitive.name != "broadcast_in_dim":
+        if node is None or value.tiled or node.op != "broadcast_in_dim":
             return value
         again = broadcast_to(node.equation, groups)
         return value if again is None else self.call(again, node.inputs)
@@ -293,7 +291,7 @@ class Walk:
         """A joint array, merged: whole, if it is stored; otherwise None."""
         if not isinstance(value, Joint):
             return value
-        whole = self.nodes.whole(value.value, _BOUNDED)
+        whole = self.nodes.whole(value.value, bounded=True)
         if whole is None:
             return None
         return self.call(lambda x: lax.reshape(x, value.aval.shape), [whole])
@@ -350,7 +348,7 @@ class Walk:
 
     def _is_cut(self, node: Node) -> bool:
         """Can it not be in a tile's branch: because it needs all tiles, or is stored?"""
-        named = node.equation.primitive.name == "name" and node.tiled
+        named = node.op == "name" and node.tiled
         saved = named and self.nodes.decision(node.equation) is not None
         return not self._parted and (saved or mixes(node))
 

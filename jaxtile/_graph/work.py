@@ -51,7 +51,7 @@ def flops(
 
     `per_element`: what `fused` says of the graph that the node is in.
     """
-    eqn, kind = node.equation, traits(node.equation.primitive).kind
+    eqn, kind = node.equation, node.traits.kind
     if bodies(eqn):
         return _inside(eqn, whole_flops)
     if node in per_element:
@@ -125,7 +125,7 @@ def fused(nodes: Sequence[Node]) -> dict[Node, int]:
 
 def _elementwise(node: Node) -> bool:
     """Does it work position by position, on floating-point numbers?"""
-    known = traits(node.equation.primitive)
+    known = node.traits
     return (known.kind == "elementwise" or known.free) and _floating(node.equation)
 
 
@@ -138,7 +138,7 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 
 def _free(node: Node) -> bool:
-    known = traits(node.equation.primitive)
+    known = node.traits
     scales = known.linear in ("product", "first") and any(map(_scalar_constant, node.inputs))
     return known.free or scales
 

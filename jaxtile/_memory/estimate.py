@@ -22,7 +22,6 @@ import jax
 from .._graph.build import build_untiled
 from .._graph.inline import bodies
 from .._graph.values import Graph, Node, Value
-from .._rules import traits
 from .compiled import Bytes
 
 
@@ -112,8 +111,8 @@ class _Steps:
 
     def _run(self) -> None:
         for node in self.graph.nodes:
-            known = traits(node.equation.primitive)
-            self.counts[node.equation.primitive.name] += 1
+            known = node.traits
+            self.counts[node.op] += 1
             if known.view and len(node.inputs) == len(node.outputs):
                 for value, same in zip(node.outputs, node.inputs, strict=True):
                     self.sources[value] = self._read(same)
@@ -152,3 +151,22 @@ class _Steps:
         scratch = [object()] if extra else []
         self.sizes.update(dict.fromkeys(scratch, extra))
         self.steps.append((list(reads), [*writes, *scratch]))
+
+
+def given_and_made(traced: Any) -> tuple[int, int]:
+    """Bytes of a traced function's arguments and results, on the device and in host memory. A
+    donated argument and the result that takes its place count once.
+    """
+    jaxpr, found = traced.jaxpr, []
+    for host in (False, True):
+        given, made = (
+            [_size(a) * (host == (a.memory_space is jax.memory.Space.Host)) for a in avals]
+            for avals in (jaxpr.in_avals, jaxpr.out_avals)
+        )
+        reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
+        found.append(sum(given) + sum(made) - min(reused, sum(made)))
+    return found[0], found[1]
+
+
+def _size(aval: Any) -> int:
+    return aval.size * getattr(aval.dtype, "itemsize", 8)

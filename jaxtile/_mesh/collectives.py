@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from .._geometry import Window, owned, partition
-from .._graph.values import Node
+from .._graph.values import Node, is_float
 from .._rules import Masks, Need, Reduction, Share, State, Step, Windows
 from .._rules.accumulation import masked
 from .._rules.reductions import accumulation_dtype
@@ -109,7 +109,7 @@ def reduction_step(devices: Devices, axes: Sequence[int], node: Node, wanted: Wi
         for (k, d), count in zip(masks, scalars, strict=True):
             inside, before = lax.broadcasted_iota(np.int32, operands[k].shape, d) < count, mine[k]
             mine[k] = inside if before is None else before & inside
-        if not jnp.issubdtype(result.aval.dtype, jnp.inexact):
+        if not is_float(result):
             return [_reduced(across, mine, operands)[0]]
         return [_reduce(across, mine, list(operands))]
 

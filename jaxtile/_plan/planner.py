@@ -110,25 +110,24 @@ def plan(
     device = None if device == jax.devices()[0].device_kind else device
     if measure and device is not None:
         raise ValueError(f"nothing can be measured on {device!r}: it is not here")
+    given = args if step_args is None else step_args
     terms = Terms(
         parse_bytes(budget),
         costs or costs_of_device(device),
         host=_host_memory(offload, device),
+        moved=0 if device is None else bytes_moved(given),
         platform=None if device is None else "gpu",
         measure=measure,
         steps=steps,
         time_limit=time_limit,
         progress=progress,
     )
-    given = args if step_args is None else step_args
     if costs is None and (warning := built_in_for_another(device)):
         terms.say(f"plan: {warning}")
     if measure:
-        table = with_measured(view, terms.costs, terms.say, steps)
-        terms = dataclasses.replace(terms, costs=table)
+        terms = dataclasses.replace(terms, costs=with_measured(view, terms.costs, terms.say, steps))
     make = step or default_step(args, in_axes, _has_gradients(view))
     if device is not None:
-        terms = dataclasses.replace(terms, moved=bytes_moved(given))
         make, given = _for_absent(make, given, device)
     traced = _evaluated(view.traced, fun, options.static_argnums)
     with tracing_for(terms.platform):

@@ -24,7 +24,7 @@ import jax
 from .._amounts import format_bytes, format_ms
 from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
-from .._memory.estimate import donated
+from .._memory.estimate import given_and_made
 from ..policy import Outline
 from .assignment import Assignments
 from .candidates import as_assignment, assigned, solved
@@ -97,8 +97,9 @@ class Search:
         self.budget, self.say, self.began = terms.budget, terms.say, time.perf_counter()
         self.costs = Assignments(outline, terms.costs)
         self.model = Model(self.costs.facts, terms.costs)
-        self.fixed, on_host = _arguments_and_results(traced(None), terms.moved)
-        self.host = self.aim = max(terms.host - on_host, 0)
+        fixed, on_host = given_and_made(traced(None))
+        self.fixed = fixed - terms.moved
+        self.host = self.aim = max(terms.host - on_host - terms.moved, 0)
         """Bytes of host memory for results that wait there, and how many a schedule should need
         by the model.
         """
@@ -350,25 +351,6 @@ class Search:
             measured_seconds=seconds,
             host_bytes=0 if found is None else found.host,
         )
-
-
-def _arguments_and_results(traced: Any, moved: int) -> tuple[int, int]:
-    """Bytes of a step's arguments and results, on the device and in host memory. A donated argument
-    and the result that takes its place count once. `moved`: bytes that lie in the other memory.
-    """
-    jaxpr, found = traced.jaxpr, []
-    for host in (False, True):
-        given, made = (
-            [_size(a) * (host == (a.memory_space is jax.memory.Space.Host)) for a in avals]
-            for avals in (jaxpr.in_avals, jaxpr.out_avals)
-        )
-        reused = sum(n for n, d in zip(given, donated(traced), strict=True) if d)
-        found.append(sum(given) + sum(made) - min(reused, sum(made)))
-    return found[0] - moved, found[1] + moved
-
-
-def _size(aval: Any) -> int:
-    return aval.size * getattr(aval.dtype, "itemsize", 8)
 
 
 def _stages(candidate: Candidate) -> str:

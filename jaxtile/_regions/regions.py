@@ -133,8 +133,7 @@ def _plan(region: Region, order: Mapping[Node, int]) -> None:
 
 def _take_in_reductions(region: Region, order: Mapping[Node, int]) -> None:
     """On a mesh, reductions in one piece per device are equations: devices add up on the way."""
-    nodes = {*region.nodes, *(t.reduction for t in region.targets if t.reduction is not None)}
-    region.nodes = sorted(nodes, key=order.__getitem__)
+    region.nodes = sorted({*region.equations}, key=order.__getitem__)
     region.targets = [
         dataclasses.replace(t, operands=(t.result,), reduction=None) for t in region.targets
     ]

@@ -54,7 +54,7 @@ class Target:
     @property
     def label(self) -> str:
         if self.reduction is not None:
-            return self.reduction.equation.primitive.name
+            return self.reduction.op
         return self.value.name or "output"
 
     @property

@@ -33,3 +33,4 @@ from .registry import register as register
 from .registry import tiled as tiled
 from .registry import traits as traits
 from .registry import untiled as untiled
+from .traits import Traits as Traits

@@ -27,7 +27,7 @@ from typing import Any, cast
 import jax.numpy as jnp
 from jax import lax
 
-from .._graph.values import Value
+from .._graph.values import Value, is_float
 from .._platform import on_early_cpu
 from .._regions.region import Region
 from .._regions.stages import RunStage
@@ -205,9 +205,7 @@ class Loop:
         """
         tile, (inputs, globals_, (kept, remembered)) = self.tile, saved
         targets, rows = self.region.targets, jnp.asarray(self.rows)
-        floats = [
-            k for k, t in enumerate(targets) if jnp.issubdtype(t.result.aval.dtype, jnp.inexact)
-        ]
+        floats = [k for k, t in enumerate(targets) if is_float(t.result)]
         dtypes = [targets[k].result.aval.dtype for k in floats]
         empty = [
             self._empty(

@@ -307,10 +307,10 @@ def _copy(graph: Graph, value: Value) -> Value:
 def _check_size(value: Value, reader: Node) -> None:
     sizes = [n for n, axis in zip(value.aval.shape, value.axes, strict=True) if axis is not None]
     if any(n > 1 for n in sizes):
-        source = "an argument" if value.node is None else value.node.equation.primitive.name
+        source = "an argument" if value.node is None else value.node.op
         raise TilingError(
             f"{value.name or source!r}, {describe(value.aval, value.axes)} (* marks a tiled "
-            f"dimension), would have to be whole: `{reader.equation.primitive.name}` at "
+            f"dimension), would have to be whole: `{reader.op}` at "
             f"{user_line(*reader.equation.source_infos)} does not read it by windows that follow "
             "its tiles"
         )

@@ -32,6 +32,7 @@ from .._errors import TilingError, check_callable, describe
 from .._graph.nodes import Policy
 from .._graph.static import shown
 from .._graph.trace import only_arrays, trace
+from .._graph.values import is_float
 from .._regions.grid import Tiles
 from .._schedule import Options
 from ..policy import GraphPolicy
@@ -214,7 +215,7 @@ def _check_differentiable(program: Program, has_aux: bool) -> None:
                 f"`{name}`, {describe(value.aval, value.axes)}, is streamed, and has no gradient "
                 "here: `argnums` must be arguments that `in_axes` does not tile"
             )
-        if not jnp.issubdtype(value.aval.dtype, jnp.inexact):
+        if not is_float(value):
             raise TilingError(
                 f"`{name}`, {describe(value.aval, value.axes)}, has no gradient: `argnums` must be "
                 "arguments of floating-point numbers; give this one as another argument"

@@ -30,7 +30,6 @@ from .._graph.sample import Sample, sample_of, trained
 from .._graph.trace import Traced, trace
 from .._graph.values import Graph, Node, Place, Storage, Value
 from .._regions.grid import Grid, GridSpec
-from .._rules import traits
 from ._demands import Demands, Probe
 
 
@@ -205,7 +204,7 @@ def _part(operation: Operation, end: Node, nodes: Sequence[Node], facts: _Facts)
         awaits=tuple(sorted(frozenset().union(*(facts.awaits[n] for n in nodes)))),
         held_bytes=sum(v.bytes for v in results if v in facts.held),
         made_bytes=sum(v.bytes for v in results if v in facts.made),
-        clamps={n.equation.primitive.name for n in nodes} - {"name"} == {"clamp_by_result"},
+        clamps={n.op for n in nodes} - {"name"} == {"clamp_by_result"},
         ends_with_clamp=end.outputs[0].clamp in nodes and any(not n.fuses for n in nodes),
         differentiable=end.outputs[0] in facts.trained,
         sample=sample_of(nodes, facts.trained),
@@ -238,7 +237,7 @@ def _arrays(graph: Graph) -> tuple[frozenset[Value], frozenset[Value]]:
     source: dict[Value, Value] = {}
     read, made = [v.array for v in graph.outputs], list[Value]()
     for node in graph.nodes:
-        known = traits(node.equation.primitive)
+        known = node.traits
         for value in node.outputs:
             origin = node.inputs[0].array if known.view else value
             source[value] = source.get(origin, origin)
@@ -259,7 +258,7 @@ def _needs_operand(
     node: Node, held: Collection[Value], needed: Collection[Value], source: Mapping[Value, Value]
 ) -> bool:
     """Does a derivative need what this equation reads, or what is computed from that alone?"""
-    known = traits(node.equation.primitive)
+    known = node.traits
     if not node.tiled or not node.fuses:
         return known.linear != "sum"
     asks_result = known.reads_result and len(node.inputs) == 1
@@ -276,7 +275,7 @@ def _worth_storing(graph: Graph) -> Callable[[Node], bool]:
     def named_soon(value: Value) -> bool:
         while len(graph.readers[value]) == 1:
             (reader,) = graph.readers[value]
-            if reader.equation.primitive.name == "name":
+            if reader.op == "name":
                 return True
             if not reader.fuses or len(reader.outputs) != 1:
                 return False
