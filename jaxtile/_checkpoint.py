@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from ._errors import TilingError, check_callable
-from ._explain import Explanation, report
+from ._explain import report
+from ._explanation import Explanation
 from ._graph.nodes import Policy
 from ._graph.trace import Traced
 from ._plan.planner import Budget
@@ -105,7 +106,7 @@ def checkpoint(
     and what is made of them are defined; on a mesh, `jvp` is not.
     """
     check_callable(fun)
-    chosen = within(budget, policy, skip)
+    chosen = policy_within(budget, policy, skip)
     options = Options.of(in_axes, tiles, chosen, mesh, mesh_axes, static_argnums, skip)
     return Tiled(
         fun, tiled(fun, options), lambda args, kwargs: scheduled(fun, args, kwargs, options)
@@ -132,7 +133,7 @@ def explain(fun: Callable[..., Any], *args: Any, in_axes: Any, **options: Any) -
     return checkpoint(fun, in_axes=in_axes, **options).explain(*args)
 
 
-def within(budget: int | str | None, policy: Any, skip: bool) -> Any:
+def policy_within(budget: int | str | None, policy: Any, skip: bool) -> Any:
     """The policy that keeps a budget, if there is one; otherwise the given policy."""
     if budget is not None and policy is not None:
         raise TilingError(

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 
 import pytest
 
@@ -75,3 +76,12 @@ def test_no_file_imports_itself_by_way_of_others():
         list(graphlib.TopologicalSorter(inside).static_order())
     except graphlib.CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_a_room_names_its_files():
+    for room in (name for name in FILES if name.endswith(".__init__") and name.count(".") > 1):
+        if room.split(".")[1] in ("ops", "nn", "policy"):  # public: their names are for users
+            continue
+        said = {*re.findall(r"`(\w+)`", ast.get_docstring(TREES[room]))}
+        files = {path.stem for path in FILES[room].parent.glob("*.py")} - {"__init__"}
+        assert not files - said, room

@@ -22,6 +22,7 @@ from .._regions.demands import plan
 from .._regions.tile import Cut, Table, TilePlan, lookup
 from .._regions.tile import evaluate as evaluate_all
 from .._rules import Axes, Equation, Windows
+from .._rules.registry import hulls
 
 Evaluator = Callable[[Sequence[jax.Array], Sequence[jax.Array]], list[jax.Array]]
 """From the positions of a tile and a graph's inputs there to its outputs there."""
@@ -69,11 +70,8 @@ class CallTile:
             if node.reduction is not None:
                 for value in node.inputs:
                     wanted.setdefault(value, []).append(along(value.axes, self.by_axis))
-        hulls = {
-            v: {d: hull([w[d] for w in ws], v.aval.shape[d]) for d in ws[0]}
-            for v, ws in wanted.items()
-        }
-        return plan(graph.nodes, hulls, self.grid, self.table)
+        results = {v: hulls(ws, v.aval.shape) for v, ws in wanted.items()}
+        return plan(graph.nodes, results, self.grid, self.table)
 
     def check_pointwise(self, graph: Graph) -> None:
         """Raise `Mixes` if a value is needed anywhere but at the position that is computed."""
@@ -164,9 +162,7 @@ def hold_all(
     """
     found = [[w for w in windows if w] for windows in zip(*needs, strict=True)]
     return [
-        {d: hull([w[d] for w in ws], aval.shape[d]) for d in ws[0]}
-        if ws
-        else following(aval, labels, tile.by_axis)
+        hulls(ws, aval.shape) if ws else following(aval, labels, tile.by_axis)
         for ws, aval, labels in zip(found, avals, axes, strict=True)
     ]
 

@@ -36,7 +36,7 @@ def _of_floats(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]
 
 
 def differentiable(eqn: Equation, primals: Arrays) -> Callable[..., list[jax.Array]]:
-    """The same, but it returns float results only."""
+    """The equation as a function of its float operands that returns its float results only."""
     function, diff_out = _of_floats(eqn, primals), inexact(eqn.out_avals)
 
     def floats(*diff: jax.Array) -> list[jax.Array]:

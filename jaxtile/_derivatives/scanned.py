@@ -50,8 +50,13 @@ class _Notes:
     """Which residuals are operands of the scan, and so are not stored for every layer."""
 
     def parts(self, items: Sequence[Any]) -> list[Arrays]:
-        first, last = self.sizes[0], self.sizes[0] + self.sizes[1]
-        return [list(items[:first]), list(items[first:last]), list(items[last:])]
+        return _parts(items, self.sizes)
+
+
+def _parts(items: Sequence[Any], sizes: Sequence[int]) -> list[Arrays]:
+    """Those of constants, of carries and of others."""
+    first, last = sizes[0], sizes[0] + sizes[1]
+    return [list(items[:first]), list(items[first:last]), list(items[last:])]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,8 +148,7 @@ class _Scanned:
         def function(*some: Any) -> tuple[Arrays, Arrays]:
             there = iter(some)
             full = [next(there) if m else x for m, x in zip(moving, given, strict=True)]
-            first, last = sizes[0], sizes[0] + sizes[1]
-            carry, ys = self.layer(full[:first], full[first:last], full[last:])
+            carry, ys = self.layer(*_parts(full, sizes))
             results = [*carry, *ys]
             return (
                 [x if is_float(x) else None for x in results],

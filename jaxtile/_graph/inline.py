@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal as Constant
 
-_PLAIN = dict.fromkeys(("jit", "checkpoint", "remat2"), "jaxpr") | dict.fromkeys(
+_PLAIN = dict.fromkeys(("jit", "remat2"), "jaxpr") | dict.fromkeys(
     ("call", "closed_call", "eval_jaxpr"), "call_jaxpr"
 )
 _WITH_RULE = ("custom_jvp_call", "custom_vjp_call")
@@ -52,11 +52,11 @@ def remat(eqn: Any) -> Mapping[str, Any] | None:
     if name == _OBJECT:
         called = eqn.params["_prim"]
         return called.params if type(called).__name__ == "RematTraced" else None
-    return eqn.params if name in ("checkpoint", "remat2") else None
+    return eqn.params if name == "remat2" else None
 
 
 def any_call(eqn: Any) -> Any | None:
-    """Likewise, also of a call with a derivative rule: the function itself, without its rule."""
+    """The jaxpr that a call stands for, or None; if it has a derivative rule, without that."""
     if eqn.primitive.name in _WITH_RULE:
         return eqn.params["call_jaxpr"]
     found = plain_call(eqn)
@@ -79,11 +79,11 @@ def is_empty(eqn: Any) -> bool:
 def live(jaxpr: Any) -> list[Any]:
     """The equations that an output depends on, or that have an effect."""
     needed = {v for v in jaxpr.outvars if not isinstance(v, Constant)}
-    live = []
+    found = []
     for eqn in reversed(jaxpr.eqns):
         if eqn.effects or any(v in needed for v in eqn.outvars):
-            live.append(eqn)
+            found.append(eqn)
             if is_empty(eqn):
                 continue
             needed.update(v for v in eqn.invars if not isinstance(v, Constant))
-    return live[::-1]
+    return found[::-1]

@@ -37,7 +37,7 @@ class Sample:
 
     @property
     def shape_class(self) -> str:
-        """The same for all equations that differ in nothing but the number of positions."""
+        """A text that equations share if they differ in nothing but the number of positions."""
         operands = zip(self.equation.in_avals, self.axes, self.differentiated, strict=True)
         words = [self.equation.primitive.name]
         for aval, axes, differentiated in operands:
@@ -54,7 +54,7 @@ class Sample:
         known = self.equation.primitive is conv_general_dilated_p
         return wide_bytes(self.equation.params, *self.equation.in_avals) if known else 0
 
-    def operands(self, smaller: int = 1) -> list[jax.ShapeDtypeStruct]:
+    def operands(self, smaller: int) -> list[jax.ShapeDtypeStruct]:
         """The operands, with so many times fewer positions along each tiled axis."""
         return [
             jax.ShapeDtypeStruct(

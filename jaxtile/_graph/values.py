@@ -280,7 +280,7 @@ def moving(nodes: Sequence[Node], results: Iterable[Value]) -> set[Value]:
 
 def constants_of(consts: Sequence[Any]) -> list[Value]:
     """The constants of a jaxpr."""
-    return [Value(jax.typeof(c), (None,) * np.ndim(c), known=c) for c in consts]
+    return [Value(aval := jax.typeof(c), untiled(aval), known=c) for c in consts]
 
 
 def without_elements(aval: Any) -> Value:

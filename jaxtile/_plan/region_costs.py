@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     first: float
     """Seconds of all tiles, forwards, if that is in tiles."""
     again: float
-    """The same, backwards, and of what is computed again for that, but for the result."""
+    """Seconds of all tiles, backwards, with what is computed again for that, but for the result."""
     last: float
     """To compute the result again."""
     forward: float

@@ -173,7 +173,7 @@ class Group:
 
     @functools.cached_property
     def moving(self) -> tuple[list[bool], list[bool]]:
-        """The same of all regions and equations together."""
+        """Which inputs and which results of the group as a whole have derivatives."""
         if self.changes_value:
             return _among(None, self)
         found = {*self.results} & {*self.regions[0].moved}

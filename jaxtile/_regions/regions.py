@@ -60,7 +60,7 @@ class Running(NamedTuple):
 
     devices: Devices | None = None
     skips: bool = False
-    """Not all of the tiles."""
+    """May tiles be left out, because all that they read is blank?"""
     both_passes: bool = True
     """May one loop do both passes? Not on the host."""
 
@@ -144,7 +144,7 @@ def _regions(
 ) -> list[Region]:
     groups: list[list[Target]] = []
     for target in targets:
-        related = [g for g in groups if any(_together(t, target, devices) for t in g)]
+        related = [g for g in groups if any(_share_a_region(t, target, devices) for t in g)]
         groups = [g for g in groups if g not in related]
         groups.append([t for g in related for t in g] + [target])
     first = {t: i for i, t in enumerate(targets)}
@@ -164,7 +164,7 @@ def _regions(
     ]
 
 
-def _together(a: Target, b: Target, devices: Devices | None) -> bool:
+def _share_a_region(a: Target, b: Target, devices: Devices | None) -> bool:
     """Are these computed by one region?"""
     whole = a.grid.tiles is None and (a.grid.recomputed or devices is not None)
     if a.level != b.level or a.grid != b.grid or (not whole and a.axes != b.axes):

@@ -1,9 +1,13 @@
 """Rules per primitive, one file per family.
 
-Read `registry` first: what a rule is. Importing this package fills the table there. Some files
-have no rules: `convolve` (with `planes` and `products`) and `max_pool` have gradients that are
-faster than JAX's, and `plainly` says where they are not used. The rules of `custom_jvp` and
-`custom_vjp` are in `jaxtile._derivatives`.
+Read `registry` first: what a rule is. Importing this package fills the table there. The rules are
+in `elementwise`, `shape`, `reshape`, `generated`, `placement`, `windowed`, `contraction`, `gather`,
+`updates`, `clamp` and `reductions`; those of `custom_jvp` and `custom_vjp` in
+`jaxtile._derivatives`. The other files have none. `traits` says what else is known of a primitive,
+and `accumulation` what a reduction over tiles is. `convolve` (with `planes`, `products`,
+`transposes` and `dimension_order`) and `max_pool` have gradients that are faster than JAX's; these
+are stated by `derivative`, and `plainly` says where they are not used. `guard` is an identity that
+refuses to be differentiated, and `manual` is for arrays in a `jax.shard_map`.
 """
 
 from . import clamp as clamp

@@ -16,7 +16,7 @@ from .._errors import Mixes
 from .._geometry import Window
 from .accumulation import Masks, Reduction, Share, State, masked
 from .reductions import Sum, accumulation_dtype
-from .registry import Axes, Equation, Need, Rule, Step, Windows, merge, register, sole
+from .registry import Axes, Equation, Need, Rule, Step, Windows, agree, merge, register, sole
 
 
 @register("dot_general", kind="contraction", linear="product")
@@ -32,8 +32,7 @@ class DotGeneral(Rule):
         _, batch = eqn.params["dimension_numbers"]
         in_axes = [list(axes) for axes in eqn.in_axes]
         for left, right in zip(*batch, strict=True):
-            (axis,) = merge(eqn.primitive, [(eqn.in_axes[0][left],), (eqn.in_axes[1][right],)])
-            in_axes[0][left] = in_axes[1][right] = axis
+            agree(eqn.primitive, (in_axes[0], left), (in_axes[1], right))
         out = [in_axes[0][d] for d in batch[0]]
         free = [_free(eqn, side) for side in (0, 1)]
         banded = _banded(eqn)
@@ -41,9 +40,7 @@ class DotGeneral(Rule):
             contract, _ = eqn.params["dimension_numbers"]
             summed: set[int | None] = set()
             for left, right in zip(*contract, strict=True):
-                (axis,) = merge(eqn.primitive, [(eqn.in_axes[0][left],), (eqn.in_axes[1][right],)])
-                in_axes[0][left] = in_axes[1][right] = axis
-                summed.add(axis)
+                summed.add(agree(eqn.primitive, (in_axes[0], left), (in_axes[1], right)))
             kept = {in_axes[side][d] for side in (0, 1) for d in (*batch[side], *free[side])}
             if (summed & kept) - {None}:
                 raise Mixes(

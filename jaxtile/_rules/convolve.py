@@ -120,13 +120,13 @@ def _gradients(
         image = of_image(as_given, params, lhs, rhs, cotangent)
         return image, of_kernel(params, lhs, rhs, cotangent)
 
-    plain = functools.partial(gradients, as_given, params)
+    unchanged = functools.partial(gradients, as_given, params)
     return lax.platform_dependent(
         lhs,
         rhs,
         cotangent,
-        cpu=functools.partial(gradients, _in_order, params) if in_loop else plain,
-        default=restated if _is_restated(params, lhs, rhs) else plain,
+        cpu=functools.partial(gradients, _in_order, params) if in_loop else unchanged,
+        default=restated if _is_restated(params, lhs, rhs) else unchanged,
     )
 
 
@@ -143,9 +143,9 @@ def _is_slow_unpadded(params: Mapping[str, Any], rhs: Array) -> bool:
     """Has it a window of two dimensions, of more than one position, and no padding, on a CPU?"""
     kernel = [rhs.shape[d] for d in params["dimension_numbers"].rhs_spec[2:]]
     groups = params["feature_group_count"], params["batch_group_count"]
-    plain = {*params["lhs_dilation"], *params["rhs_dilation"], *groups} == {1}
+    undilated = {*params["lhs_dilation"], *params["rhs_dilation"], *groups} == {1}
     unpadded = not any(map(any, params["padding"]))
-    return on_early_cpu() and len(kernel) == 2 and max(kernel) > 1 and plain and unpadded
+    return on_early_cpu() and len(kernel) == 2 and max(kernel) > 1 and undilated and unpadded
 
 
 def _is_transposed(params: Mapping[str, Any]) -> bool:
@@ -158,8 +158,8 @@ def _is_transposed(params: Mapping[str, Any]) -> bool:
 def _is_depthwise(params: Mapping[str, Any], rhs: Array) -> bool:
     """Has every channel a kernel of its own?"""
     in_features = rhs.shape[params["dimension_numbers"].rhs_spec[1]]
-    plain = {*params["lhs_dilation"], params["batch_group_count"], in_features} == {1}
-    return plain and params["feature_group_count"] > 1
+    simple = {*params["lhs_dilation"], params["batch_group_count"], in_features} == {1}
+    return simple and params["feature_group_count"] > 1
 
 
 def _is_narrow(params: Mapping[str, Any], lhs: Array) -> bool:

@@ -119,7 +119,7 @@ def _known(arrays: Sequence[Any]) -> Iterator[None]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply_backwards(function: Derivative, *args: Any) -> Any:
-    """The same, without forward mode: a `custom_vjp`.
+    """A function and its derivative, without forward mode: a `custom_vjp`.
 
     Before 0.12 JAX forgets the rule of a `custom_jvp` that is called by the rule of another, and a
     second derivative is then that of the function itself. So functions that call a user's

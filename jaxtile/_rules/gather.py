@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from .._errors import Mixes
-from .registry import Axes, Equation, Need, Rule, Step, Windows, merge, register, sole
+from .registry import Axes, Equation, Need, Rule, Step, Windows, agree, merge, register, sole
 from .shape import local_shape
 
 
@@ -27,8 +27,7 @@ class Gather(Rule):
         if indices and indices[-1] is not None:
             raise Mixes("`gather` reads its index vectors along a tiled dimension")
         for o, i in zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True):
-            (axis,) = merge(eqn.primitive, [(operand[o],), (indices[i],)])
-            operand[o] = indices[i] = axis
+            agree(eqn.primitive, (operand, o), (indices, i))
         fixed = _fixed(eqn)
         out: list[int | None] = [None] * len(eqn.out_avals[0].shape)
         for o, d in _window_dims(eqn).items():
@@ -66,7 +65,7 @@ class Gather(Rule):
                 lambda scalars, x, i: eqn.bind(x, i, slice_sizes=sizes),
             )
 
-        (along,) = (o for o in _batch_dims(eqn))
+        (along,) = _batch_dims(eqn)
         tiles = window[along]
         length = eqn.in_avals[0].shape[fixed]
         index = np.clip(constants[:, 0].astype(np.int64), 0, length - 1)

@@ -290,6 +290,14 @@ def merge(primitive: Any, axes: Sequence[Axes]) -> Axes:
     return tuple(merged)
 
 
+def agree(primitive: Any, *dims: tuple[list[int | None], int]) -> int | None:
+    """Dimensions of several operands that are one: all carry the axis that any of them does."""
+    (axis,) = merge(primitive, [(axes[d],) for axes, d in dims])
+    for axes, d in dims:
+        axes[d] = axis
+    return axis
+
+
 def others(eqn: Equation, dims: Sequence[int], of_result: bool = False) -> list[int]:
     """The dimensions of the first operand, or of the first result, but for these."""
     aval = (eqn.out_avals if of_result else eqn.in_avals)[0]
@@ -307,9 +315,13 @@ def joint(
     eqn: Equation, windows: Sequence[Windows | None], shape: Sequence[int] | None = None
 ) -> Windows:
     """One window that holds those of all outputs, for primitives whose outputs are alike."""
-    wanted = [w for w in windows if w is not None]
     shape = eqn.out_avals[0].shape if shape is None else shape
-    return {d: hull([w[d] for w in wanted], shape[d]) for d in wanted[0]}
+    return hulls([w for w in windows if w is not None], shape)
+
+
+def hulls(windows: Sequence[Windows], shape: Sequence[int]) -> Windows:
+    """The smallest windows that hold all of these, of an array of some shape."""
+    return {d: hull([w[d] for w in windows], shape[d]) for d in windows[0]}
 
 
 def forbid(eqn: Equation, operand: int, dims: Sequence[int], what: str) -> None:

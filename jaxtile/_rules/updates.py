@@ -17,7 +17,19 @@ import numpy as np
 from jax import lax
 
 from .._errors import Mixes
-from .registry import Axes, Equation, Need, Rule, Step, Windows, merge, register, sole, untiled
+from .registry import (
+    Axes,
+    Equation,
+    Need,
+    Rule,
+    Step,
+    Windows,
+    agree,
+    merge,
+    register,
+    sole,
+    untiled,
+)
 from .shape import coordinates
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
@@ -201,19 +213,16 @@ class Scatter(_Update):
         operand, indices, updates = map(list, eqn.in_axes)
         sizes, moved = self._sizes(eqn), {*map(int, numbers.scatter_dims_to_operand_dims)}
         for u, d in dims.items():
-            (axis,) = merge(eqn.primitive, [(operand[d],), (updates[u],)])
+            axis = agree(eqn.primitive, (operand, d), (updates, u))
             if axis is not None and (sizes[d] != _shape(eqn)[d] or d in moved):
                 return None
-            operand[d] = updates[u] = axis
         of_indices = [u for u in range(len(updates)) if u not in dims]
         batched = dict(
             zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True)
         )
         for i, u in enumerate(of_indices):
             if i in batched:
-                three = [(operand[batched[i]],), (indices[i],), (updates[u],)]
-                (axis,) = merge(eqn.primitive, three)
-                operand[batched[i]] = indices[i] = updates[u] = axis
+                agree(eqn.primitive, (operand, batched[i]), (indices, i), (updates, u))
             elif indices[i] is not None or updates[u] is not None:
                 return None
         taken = {*dims.values(), *batched.values()}

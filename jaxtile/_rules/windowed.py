@@ -14,7 +14,19 @@ from .._geometry import Stencil, Window
 from .convolve import convolve
 from .max_pool import pool
 from .reductions import extreme
-from .registry import Axes, Equation, Need, Rule, Step, Windows, forbid, merge, register, sole
+from .registry import (
+    Axes,
+    Equation,
+    Need,
+    Rule,
+    Step,
+    Windows,
+    agree,
+    forbid,
+    merge,
+    register,
+    sole,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +81,7 @@ class Convolution(Rule):
         if eqn.params["batch_group_count"] > 1:
             forbid(eqn, 0, [batch], "with `batch_group_count` folds the batch dimension")
         lhs, rhs = map(list, eqn.in_axes)
-        group = [(lhs[feature],), (rhs[dims.rhs_spec[0]],)]
-        (lhs[feature],) = (rhs[dims.rhs_spec[0]],) = merge(eqn.primitive, group)
+        agree(eqn.primitive, (lhs, feature), (rhs, dims.rhs_spec[0]))
         out: list[int | None] = [None] * len(dims.out_spec)
         for o, i in zip(dims.out_spec, dims.lhs_spec, strict=True):
             out[o] = lhs[i]

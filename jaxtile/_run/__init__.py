@@ -9,6 +9,6 @@ are shifted alike in a loop of their own), `beside` (transfers from and to host 
 tiles are computed) and `alike` (some are skipped). Beside `loop` there are `at_once` (both
 passes in one loop, which does for a tile what `both` says), `sharded` (the same on each device of a
 mesh), `whole` (regions in one piece, and groups of them) and `again` (the backward pass runs
-something else). `arrays`, `slots` and `ordering` (what exists when, and in which memory)
-are small tools.
+something else). `arrays`, `slots`, `host_windows` and `ordering` (what exists when, and in which
+memory) are small tools; `repeats` tells beforehand how many tiles will be skipped.
 """

@@ -13,7 +13,7 @@ from .tile import State, Tile, reducer
 from .work import Work
 
 
-class Targets(NamedTuple):
+class Written(NamedTuple):
     """Where a loop writes."""
 
     sent: Sequence[bool]
@@ -35,11 +35,11 @@ class Forwards(Work):
         inputs: Arrays,
         globals_: Arrays,
         wanted: Wanted | None,
-        targets: Targets,
+        written: Written,
     ):
         """`wanted`: what is being differentiated, if anything is."""
         self.tile, self.inputs, self.globals_, self.wanted = tile, inputs, globals_, wanted
-        self.sent, self.replaced, self.zeros = targets
+        self.sent, self.replaced, self.zeros = written
 
     def fetch(self, row: Row) -> list[Array | None]:
         return fetched(self.inputs, self.tile.input_slots, row)

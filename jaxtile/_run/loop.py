@@ -37,7 +37,7 @@ from .._rules.reductions import accumulation_dtype
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, like, select, there
 from .backwards import Backwards, Into, Sums, put_in
 from .both import Both
-from .forwards import Forwards, Targets
+from .forwards import Forwards, Written
 from .in_place import are_parts, chosen, places
 from .ordering import after, on_host, zeros_after
 from .recompute import Given, Saved
@@ -67,7 +67,7 @@ class Loop:
         self.parted = [are_parts(region, v, windows.get(v, {})) for v in region.inputs]
         self.places = places(region, self.tile.cuts)
         self.rows = self.tile.rows
-        self.devices = layout is not None
+        self.on_mesh = layout is not None
 
     def forward(
         self, inputs: Arrays, globals_: Arrays, wanted: Wanted | None = None
@@ -99,13 +99,13 @@ class Loop:
         ]
         for i, k in replaced.items():
             carry[k] = (inputs[i],)
-        written = Targets(self.hosted, replaced, zeros)
+        written = Written(self.hosted, replaced, zeros)
         return Forwards(self.tile, inputs, globals_, wanted, written), carry
 
     def _scan(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
         if self.region.skips and len(self.rows) > 1:
             return skipping_some(work, carry, xs, self.rows)
-        if self.devices:  # each has other tiles, in one program
+        if self.on_mesh:  # each has other tiles, in one program
             return scan(work.body, carry, xs)
         return over_tiles(work, carry, xs, self.rows, self.tile.kinds)
 

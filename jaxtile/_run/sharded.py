@@ -32,7 +32,8 @@ from .._regions.region import Region
 from .._regions.stages import RunStage
 from .._regions.targets import Target
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted, added, like, select
-from .loop import Loop, Sums
+from .backwards import Sums
+from .loop import Loop
 from .ordering import after, zeros_after
 from .recompute import Given, Saved
 from .tile import Layout, reducer

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from .._graph.values import Node, Value
-from .._regions.regions import Region, Schedule
+from .._regions.region import Region
+from .._regions.regions import Schedule
 from .._regions.tile import lookup
 from .._run.arrays import cotangent_of, pulled, select
 from .ends import Source, Store, all_of

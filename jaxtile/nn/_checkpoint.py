@@ -7,9 +7,9 @@ from typing import Any
 
 from flax import nnx
 
-from .._checkpoint import Tiled, within
+from .._checkpoint import Tiled, policy_within
 from .._errors import check_callable
-from .._explain import Explanation
+from .._explanation import Explanation
 from .._graph.operations import Operations
 from .._graph.operations import operations as operations_of_function
 from .._graph.trace import Traced
@@ -51,7 +51,7 @@ def checkpoint(
     """
 
     check_callable(fun)
-    chosen = within(budget, policy, skip)
+    chosen = policy_within(budget, policy, skip)
     options = Options.of(in_axes, tiles, chosen, mesh, mesh_axes, static_argnums, skip)
 
     def run(*args: Any, **kwargs: Any) -> Any:
