@@ -63,7 +63,7 @@ PROVED = {
 }
 
 
-@pytest.mark.parametrize("tiles", [(3,), (7,)])
+@parametrize_few("tiles", [(3,), (7,)])
 @pytest.mark.parametrize("backward", NOT_PROVED.values(), ids=NOT_PROVED.keys())
 def test_what_is_not_proved_runs_whole(backward, tiles):
     fun = between(with_backward(backward))

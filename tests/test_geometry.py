@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxtile._geometry import Stencil, Window, hull, owned, partition
 
-from .support import conv, max_pool
+from .support import conv, max_pool, parametrize_few
 
 DATA = pathlib.Path(__file__).parent / "data"
 
@@ -174,7 +174,7 @@ def test_the_reference_plan(tile):
     assert tile["fwd_smaller"] == (np.prod(out_tile) < np.prod(sizes(reached)))
 
 
-@pytest.mark.parametrize("tiles", [(4, 4), (2, 4), (1, 3)])
+@parametrize_few("tiles", [(4, 4), (2, 4), (1, 3)])
 def test_the_reference_run(tiles):
     import jaxtile
 

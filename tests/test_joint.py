@@ -195,7 +195,7 @@ def derivatives(fun):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)
 
 
-@parametrize_few("name", FUNCTIONS, always=13)
+@parametrize_few("name", FUNCTIONS, always=9)
 def test_merged(name):
     fun = FUNCTIONS[name]
     tiled = jaxtile.checkpoint(fun, **TILED)

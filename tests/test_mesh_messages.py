@@ -136,7 +136,7 @@ def test_no_activation_is_gathered(name):
     assert_close(step(w, x), jax.value_and_grad(loss)(w, x))
 
 
-@parametrize_few("tiles", [(2, 2), {...: None}, "whole"], always=2)
+@parametrize_few("tiles", [(2, 2), {...: None}, "whole"])
 def test_bytes_are_those_of_the_halos(tiles):
     size, channels = (32, 16), 2
     mesh = devices(4, 2, axis_types=(AxisType.Auto,) * 2)

@@ -190,7 +190,7 @@ def test_without_jit(name):
     compare(lambda fun, args: fun(*args), name)
 
 
-@parametrize_few("name", CASES, always=3)
+@parametrize_few("name", CASES)
 def test_gradients_of_split_modules(name):
     def run(fun, args):
         nodes, rebuild = parts(args)
@@ -208,7 +208,7 @@ def test_gradients_of_split_modules(name):
     compare(run, name)
 
 
-@parametrize_few("name", ["argument", "tuple", "twice in one list", "dict", "variable"], always=2)
+@parametrize_few("name", ["argument", "tuple", "twice in one list", "dict", "variable"])
 def test_nnx_value_and_grad(name):
     def run(fun, args):
         def loss(*args):

@@ -64,7 +64,7 @@ CASES = {
 }
 
 
-@parametrize_few("name", CASES, always=12)
+@parametrize_few("name", CASES, always=9)
 def test_tile_by_tile(name):
     op, args, options = CASES[name]
     plain = functools.partial(op, **options)

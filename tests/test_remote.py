@@ -19,6 +19,8 @@ from experiments import data
 from experiments.images import ImageError, _ome, create_image, open_image
 from experiments.program.config import base
 
+from .support import parametrize_few
+
 VALUES = np.random.default_rng(0).integers(0, 256, (700, 600, 3), np.uint8)
 
 
@@ -109,7 +111,7 @@ def test_a_folder_may_name_addresses(tmp_path, server):
     np.testing.assert_array_equal(mask, image[..., 0] > 128)
 
 
-@pytest.mark.parametrize("name", ["image.zarr", "image.ome.zarr"])
+@parametrize_few("name", ["image.ome.zarr", "image.zarr"])
 def test_a_bucket_of_a_server_that_is_not_amazons(bucket, server, name):
     write(bucket, name)
     server.server.failures = 1

@@ -137,8 +137,8 @@ LOCAL = [strided, wide_halos, from_bytes, positions]
 REDUCING = [group_norms, instance_norm, classifier, rows_and_columns, one_position]
 
 
-@pytest.mark.parametrize(
-    "fun, tiles", [(f, (5, 4)) for f in LOCAL] + [(f, (3, 2)) for f in LOCAL + REDUCING]
+@parametrize_few(
+    "fun, tiles", [(f, (3, 2)) for f in REDUCING + LOCAL] + [(f, (5, 4)) for f in LOCAL], always=7
 )
 def test_odd_sizes(fun, tiles):
     image = normal(0, 2, 13, 11, 3)
@@ -170,13 +170,14 @@ def together(run):
     return [sorted(map(len, p.together)) for p in run._last.passes]
 
 
-@pytest.mark.parametrize(
+@parametrize_few(
     "fun, batched",
     [
-        *((f, True) for f in (wide_halos, u_shaped, two_sizes, group_norms, instance_norm)),
-        *((f, True) for f in (strided, from_bytes, classifier, rows_and_columns)),
         (positions, False),  # each tile computes with its own
+        *((f, True) for f in (wide_halos, u_shaped, instance_norm, rows_and_columns, from_bytes)),
+        *((f, True) for f in (strided, two_sizes, classifier, group_norms)),
     ],
+    always=6,
 )
 def test_tiles_at_once(fun, batched):
     image = normal(0, 1, 40, 36, 3)

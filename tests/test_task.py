@@ -21,6 +21,8 @@ from experiments.program.progress import Bar, Now
 from experiments.training import page, pictures
 from experiments.training.learner import Learner
 
+from .support import parametrize_few
+
 
 def by_definition(predicted, labels, classes):
     counted = labels != 255
@@ -248,7 +250,7 @@ def test_what_is_done_now_in_a_file():
     assert numbers == list(range(len(numbers)))
 
 
-@pytest.mark.parametrize("border", [0, 6])
+@parametrize_few("border", [6, 0])
 def test_a_large_image_is_drawn_whole_and_where_its_errors_are(tmp_path, border):
     truth, predicted = np.zeros((2, 700, 900), np.uint8)
     predicted[650:690, 300:310] = 1

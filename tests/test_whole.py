@@ -43,7 +43,6 @@ def saved(*names: str):
         {"conv2": (2, 2), "relu1": "whole", ...: "whole"},
         {"conv2": "whole", "relu1": (2, 3), ...: (2, 2)},
     ],
-    always=2,
 )
 def test_mixed_with_tiles(tiles):
     names = ["relu1", *(k for k in tiles if isinstance(tiles, dict) and k is not ...)]
