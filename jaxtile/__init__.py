@@ -5,9 +5,9 @@
 tiled), `_mesh` (who owns what, on many devices), `_regions` (where to cut, and what one tile
 computes), `_derivatives` (functions with rules of their own), `_run` (loops and their derivatives),
 `_layered` (scans over layers), `_schedule` (all of it put together), `_checkpoint` (the public
-face). Beside that: `_explain`, `_stream` (from
-disk to disk), `_memory` (bytes), `policy` and `_plan` (what is stored, by a budget). `ops` are
-operations on arrays; `jaxtile.nn`, which imports Flax, has layers.
+face). Beside that: `_explain`, `_stream` (from disk to disk), `_memory` (bytes), `policy` and
+`_plan` (what is stored, by a budget). `ops` are operations on arrays; `jaxtile.nn`, which imports
+Flax, has layers.
 """
 
 from . import ops as ops

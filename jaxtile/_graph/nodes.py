@@ -202,7 +202,7 @@ class Nodes:
             in_axes=(value.axes,),
             out_avals=(value.aval,),
         )
-        if not any(a is not None for a in axes):
+        if not tiled(axes):
             # The equation runs once, on an array that is small.
             self.store_whole([value])
         return self.add(equation, [value], [axes])[0]

@@ -88,14 +88,15 @@ def trace(
         except TypeError as error:
             if "incompatible shapes" not in str(error):
                 raise
-            tiled = [
+            arguments = [
                 f"{name} {describe(jax.typeof(leaf), labels)}"
                 for name, leaf, labels in zip(names, flat, axes, strict=True)
-                if any(a is not None for a in labels)
+                if tiled(labels)
             ]
             raise TilingError(
-                f"{error}. The tiled arguments are {', '.join(tiled)} (* marks a tiled dimension): "
-                "arrays that meet position by position must have equal sizes; resize or crop one"
+                f"{error}. The tiled arguments are {', '.join(arguments)} (* marks a tiled "
+                "dimension): arrays that meet position by position must have equal sizes; resize "
+                "or crop one"
             ) from error
     refuse_references((f"constant {i}", x) for i, x in enumerate(closed.consts))
     out_tree = jax.tree.structure(out_shape)

@@ -43,12 +43,12 @@ _CANDIDATES = 6  # schedules that are compiled, once one fits
 _MORE_CANDIDATES = 12  # as long as none does
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
 _AIM = 0.985  # of the budget: where the next schedule should lie
-_WORTH = 0.01  # of the time: a gain that is worth compiling again
+_WORTH = 0.01  # of the time: a gain that is worth compiling, or searching, again
 _STEEP = 1.1  # times the time of what just does not fit: there is something between
 _RUN = 3  # schedules that are run, if that is wanted
 _RIVAL = 1.25  # times the estimated time: what may be faster after all
 _IMPROVABLE = 2.0  # times another's estimated time: what takes longer is not searched further
-_SLOW = 1.5  # times plain's time: worth a second search
+_SLOW = 1.5  # times plain's time: worth searching again
 _SHARES = (0.9, 1.0)  # of the room: from what is found for less, the search may get further
 _KINDS = ("solver", "descent")  # of schedules, by where they come from
 
@@ -316,10 +316,12 @@ class Search:
         limit = math.inf if best is None else best.seconds
         known = [self.costs.estimate(a).seconds for a in (*begun, within) if a is not None]
         if best is None or min(known, default=math.inf) < _IMPROVABLE * limit:
-            other = self.descent.fastest(allowed["descent"], begun, within)
-            if other is not None and other.seconds > _SLOW * self.plain.seconds:
-                for share in _SHARES:
-                    other = self.descent.fastest(share * allowed["descent"], begun) or other
+            other, before = self.descent.fastest(allowed["descent"], begun, within), math.inf
+            while other is not None and other.seconds > _SLOW * self.plain.seconds:
+                if other.seconds > (1 - _WORTH) * before:
+                    break
+                before = other.seconds
+                other = self.descent.fastest(allowed["descent"], begun)
             best = other if other is not None and other.seconds < limit else best
         found += [] if best is None else [assigned(self.costs, best.assignment)]
         return list(dict.fromkeys(found))

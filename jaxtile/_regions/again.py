@@ -27,7 +27,7 @@ from .grid import Grid
 from .region import Group, Region
 from .targets import Target, source_of
 
-Step = Node | Region
+Piece = Node | Region
 
 
 def possible(graph: Graph, stored: Storage, devices: Devices | None) -> Storage:
@@ -54,14 +54,14 @@ def possible(graph: Graph, stored: Storage, devices: Devices | None) -> Storage:
     return {v: "device" if kept_after_all(v) else place for v, place in stored.items()}
 
 
-def together(steps: Sequence[Step], stored: Storage) -> Iterator[list[Step]]:
+def together(steps: Sequence[Piece], stored: Storage) -> Iterator[list[Piece]]:
     """Runs of steps that restored values join: from what computes one to its last reader."""
     last: dict[Value, int] = {}
     for i, step in enumerate(steps):
         for value in [*_reads(step), *_makes(step)]:
             if stored.get(value) == "restored":
                 last[value] = i
-    run: list[Step] = []
+    run: list[Piece] = []
     end = -1
     for i, step in enumerate(steps):
         end = max([end, *(last.get(v, -1) for v in _makes(step))])
@@ -71,7 +71,7 @@ def together(steps: Sequence[Step], stored: Storage) -> Iterator[list[Step]]:
             run = []
 
 
-def prepare(run: Sequence[Step], stored: Storage, order: Mapping[Node, int]) -> None:
+def prepare(run: Sequence[Piece], stored: Storage, order: Mapping[Node, int]) -> None:
     """What the backward pass runs of each region, if these steps are run again together."""
     kept = _kept(stored)
     if len(run) > 1:  # then all that they read is there, and what they restore
@@ -90,7 +90,7 @@ def prepare(run: Sequence[Step], stored: Storage, order: Mapping[Node, int]) -> 
 
 
 def grouped(
-    steps: Sequence[Step], graph: Graph, stored: Storage, order: Mapping[Node, int]
+    steps: Sequence[Piece], graph: Graph, stored: Storage, order: Mapping[Node, int]
 ) -> list[Node | Region | Group]:
     """The steps, with those that are run again together as groups."""
     found = [_joined(run, stored, order) for run in together(steps, stored)]
@@ -105,7 +105,7 @@ def grouped(
     return found
 
 
-def _joined(run: Sequence[Step], stored: Storage, order: Mapping[Node, int]) -> Step | Group:
+def _joined(run: Sequence[Piece], stored: Storage, order: Mapping[Node, int]) -> Piece | Group:
     if len(run) == 1:
         return run[0]
     made = {v for step in run for v in _makes(step)}
@@ -124,7 +124,7 @@ def _kept(stored: Storage) -> dict[Value, Place]:
     return {v: place for v, place in stored.items() if place in ("device", "host")}
 
 
-def _reads(step: Step | Group) -> list[Value]:
+def _reads(step: Piece | Group) -> list[Value]:
     """The arrays that a step reads, also in the backward pass."""
     if isinstance(step, Node):
         return [v.array for v in step.inputs]
@@ -134,7 +134,7 @@ def _reads(step: Step | Group) -> list[Value]:
     return [v.array for v in (*inputs, *globals_) if v.array not in results]
 
 
-def _makes(step: Step) -> list[Value]:
+def _makes(step: Piece) -> list[Value]:
     return list(step.outputs) if isinstance(step, Node) else step.results
 
 

@@ -27,6 +27,12 @@ class Grid:
     forward: tuple[int, ...] | None = None
     """Tiles in the forward pass, if these are others: little is held there, so fewer may do."""
 
+    def in_one_piece(self, on_mesh: bool) -> bool:
+        """Are reductions equations like any other? On a mesh also in what is kept: it runs in one
+        piece per device, as what is recomputed whole does.
+        """
+        return self.tiles is None and (self.recomputed or on_mesh)
+
     def spec(self, axes: Sequence[int]) -> GridSpec:
         """As users say it, for a region with these of the tiled axes."""
         if self.tiles is not None:

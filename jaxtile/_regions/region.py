@@ -81,6 +81,10 @@ class Region:
         return sorted({a for v in values for a in v.axes if a is not None})
 
     @property
+    def has_loop(self) -> bool:
+        return self.tiled and self.tiles > 1
+
+    @property
     def changes_value(self) -> bool:
         """May its results differ when it is differentiated?"""
         return any(n.changes_value for n in self.nodes)
@@ -173,7 +177,7 @@ class Group:
 
     @functools.cached_property
     def moving(self) -> tuple[list[bool], list[bool]]:
-        """Which inputs and which results of the group as a whole have derivatives."""
+        """With respect to which inputs and which globals the group's results have derivatives."""
         if self.changes_value:
             return _among(None, self)
         found = {*self.results} & {*self.regions[0].moved}

@@ -60,7 +60,7 @@ class Running(NamedTuple):
 
     devices: Devices | None = None
     skips: bool = False
-    """May tiles be left out, because all that they read is blank?"""
+    """May a tile that reads what another one has read be skipped?"""
     both_passes: bool = True
     """May one loop do both passes? Not on the host."""
 
@@ -115,7 +115,7 @@ def _mark_loss(graph: Graph, runs: Sequence[Sequence[Node | Region]], stored: St
     (region,) = with_regions[-1]
     assert isinstance(region, Region)
     hosted = any(stored.get(v.array) == "host" for v in region.inputs)
-    if region.tiled and region.tiles > 1 and not hosted:
+    if region.has_loop and not hosted:
         region.loss = next((t for t in region.targets if t.reduction is loss), None)
 
 
@@ -166,7 +166,7 @@ def _regions(
 
 def _share_a_region(a: Target, b: Target, devices: Devices | None) -> bool:
     """Are these computed by one region?"""
-    whole = a.grid.tiles is None and (a.grid.recomputed or devices is not None)
+    whole = a.grid.in_one_piece(devices is not None)
     if a.level != b.level or a.grid != b.grid or (not whole and a.axes != b.axes):
         return False
     one, other = a.source, b.source

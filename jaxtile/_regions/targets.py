@@ -120,10 +120,7 @@ class Targets:
         return grid_of(self._tiles, value, self._rank)
 
     def _in_one_piece(self, grid: Grid) -> bool:
-        """Are reductions equations like any other? On a mesh also in what is kept: it runs in one
-        piece per device, as what is recomputed whole does.
-        """
-        return grid.tiles is None and (grid.recomputed or self._devices is not None)
+        return grid.in_one_piece(self._devices is not None)
 
     def _settle(self, target: Target) -> None:
         """Where a target is computed, from what, and when."""

@@ -108,7 +108,7 @@ class Cut:
         return cls(tuple(offsets), fill) if offsets else None
 
     def __call__(self, x: jax.Array, scalars: Scalars) -> jax.Array:
-        fill = np.asarray(0 if self.fill is None else self.fill).astype(x.dtype)
+        fill = np.asarray(self.fill).astype(x.dtype)
         padding, moving, by = [(0, 0, 0)] * x.ndim, [], []
         for offset in self.offsets:
             start = at(offset.slot, scalars)

@@ -2,7 +2,7 @@
 
 Read `registry` first: what a rule is. Importing this package fills the table there. The rules are
 in `elementwise`, `shape`, `reshape`, `generated`, `placement`, `windowed`, `contraction`, `gather`,
-`updates`, `clamp` and `reductions`; those of `custom_jvp` and `custom_vjp` in
+`updates`, `clamp` and `reductions`; those of `custom_jvp`, `custom_vjp` and `cond` in
 `jaxtile._derivatives`. The other files have none. `traits` says what else is known of a primitive,
 and `accumulation` what a reduction over tiles is. `convolve` (with `planes`, `products`,
 `transposes` and `dimension_order`) and `max_pool` have gradients that are faster than JAX's; these

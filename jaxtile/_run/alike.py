@@ -41,13 +41,10 @@ def skipping(work: Work, carry: Any, x: Any) -> tuple[Body, Any, list[int]]:
 
     columns, (found, results) = positions(once, list(x[0]))
 
-    def key_of(found: Any, x: Any) -> Any:
-        return found, [x[0][i] for i in columns]
-
     def body(state: Any, x: Any) -> tuple[Any, Any]:
         carry, (filled, constant), kept = state
         found = work.found(carry, x)
-        key = key_of(found, x)
+        key = found, [x[0][i] for i in columns]
         way = (filled & equal(key, kept[0])).astype(jnp.int32)
         ways = [lambda: work.compute(found, x), lambda: kept[1]]
         if (nothing := work.zero(found)) is not None:

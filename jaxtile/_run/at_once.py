@@ -54,7 +54,7 @@ class AtOnce:
     def backward(self, saved: Saved, given: Given) -> tuple[Cotangents, Cotangents]:
         kept, sums = saved.kept
         factor = given.cotangents[self.number]
-        others = [c for k, c in enumerate(given.cotangents) if k in self._others(given.wanted)]
+        others = [given.cotangents[k] for k in self._others(given.wanted)]
         if sums is None or any(c is not None for c in others):
             return self.loop.backward(Saved(saved.inputs, saved.globals, kept), given)
         if factor is None:

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._platform import on_early_cpu
 from .alike import zero
-from .arrays import Array, Arrays, Cotangents, select
+from .arrays import Array, Arrays, Cotangents, fill_in, select
 from .in_place import Places
 from .ordering import on_host
 from .recompute import RECOMPUTED, Given, Saved
@@ -80,11 +80,7 @@ class Backwards(Work):
         if not tile.region.skips:
             windows = self._with_passing(windows, row)
             row, passing = _late(row, select(windows, tile.region.passing))
-            found = iter(passing)
-            windows = [
-                next(found) if passes else x
-                for x, passes in zip(windows, tile.region.passing, strict=True)
-            ]
+            windows = fill_in(windows, tile.region.passing, passing)
         return windows, filled(fetched[1], tile.result_windows(cotangents, row)), x[1]
 
     def compute(self, found: Found, x: Any) -> Sums:
@@ -108,8 +104,8 @@ class Backwards(Work):
             return self.tile.with_passing(windows, self.saved.globals, row)
 
     def put(self, carry: Sums, pulled: Sums, x: Any) -> tuple[Sums, None, list[Array]]:
-        (sums, totals), waiting = put_in(carry, pulled, self.into, list(x[0]))
-        return (sums, totals), None, waiting
+        carry, waiting = put_in(carry, pulled, self.into, list(x[0]))
+        return carry, None, waiting
 
     def send(self, carry: Sums, waiting: Arrays, row: Row) -> Sums:
         tiles = iter(waiting)

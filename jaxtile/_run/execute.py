@@ -62,7 +62,7 @@ def _loops(step: Node | Region | Group) -> TypeGuard[Region]:
     """Is it a loop over tiles, forwards and backwards?"""
     if not isinstance(step, Region):
         return False
-    return all(r.tiled and r.tiles > 1 for r in (step, step.again or step))
+    return all(r.has_loop for r in (step, step.again or step))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,8 @@ class Forwards(Work):
                 new.append(carry[k])
             else:
                 new.append((write(carry[k][0], share[0], tile.result_slots[k], row),))
-        waiting = [share.astype(x.dtype) for x, share in self._sent(carry, shares)]
+        pairs = zip(carry, shares, strict=True)
+        waiting = [share[0].astype(state[0].dtype) for state, share in select(pairs, self.sent)]
         return new, remembered, waiting
 
     def send(self, carry: list[State], waiting: Arrays, row: Row) -> list[State]:
@@ -92,7 +93,3 @@ class Forwards(Work):
 
     def blank(self, found: Arrays) -> Any:
         return self.tile.blank(found)
-
-    def _sent(self, carry: list[State], shares: list[State]) -> list[tuple[Array, Array]]:
-        pairs = zip(carry, shares, strict=True)
-        return [(state[0], share[0]) for state, share in select(pairs, self.sent)]

@@ -122,7 +122,7 @@ def host_of(device: jax.Device) -> NamedSharding:
 
 
 def typed(shapes: Any) -> Any:
-    """The same arrays and shapes of arrays, with the memory in their types."""
+    """Arrays and shapes of arrays, with the memory where they lie in their types."""
 
     def place(x: Any) -> Any:
         found = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
@@ -133,7 +133,7 @@ def typed(shapes: Any) -> Any:
     return jax.tree.map(place, shapes)
 
 
-def fetch(x: Array, cotangents: Cotangents) -> Array:
+def to_device_after(x: Array, cotangents: Cotangents) -> Array:
     """A copy in device memory, made only once the cotangents exist."""
     if on_early_cpu():  # a CPU has one memory: there is nothing to wait for
         return after(to_device(x), cotangents)

@@ -24,7 +24,7 @@ from .._regions.region import Group, Region
 from .._rules.derivative import apply, apply_backwards, only_backwards
 from .._rules.manual import as_varying_as
 from .arrays import Array, Arrays, Cotangents, Tangents, Wanted
-from .ordering import fetch, on_host, to_device
+from .ordering import on_host, to_device, to_device_after
 
 RECOMPUTED = "rematted_computation"
 """What `jax.checkpoint` calls its recomputation in the names of operations, and so do we."""
@@ -154,10 +154,10 @@ class _Run:
     def backward(
         self, residuals: Any, given: tuple[Cotangents, Cotangents]
     ) -> tuple[Cotangents, Cotangents, list[None]]:
-        (on_device, hosted, globals_, kept, known), (cotangents, begun) = residuals, given
-        wanted: Wanted = known.value
+        (on_device, hosted, globals_, kept, static), (cotangents, begun) = residuals, given
+        wanted: Wanted = static.value
         begun = [c if w else None for c, w in zip(begun, wanted[0], strict=True)]
-        there = (lambda h: h) if self._loops() else (lambda h: fetch(h, cotangents))
+        there = (lambda h: h) if self._loops() else (lambda h: to_device_after(h, cotangents))
         inputs = [x if h is None else there(h) for x, h in zip(on_device, hosted, strict=True)]
         of_inputs, of_globals = self.body.backward(
             Saved(inputs, globals_, kept),
@@ -176,4 +176,4 @@ class _Run:
     def _loops(self) -> bool:
         """Does the backward pass read windows of its inputs, wherever these are?"""
         region = self.body.region
-        return isinstance(region, Region) and region.tiles > 1 and region.devices is None
+        return isinstance(region, Region) and region.has_loop and region.devices is None

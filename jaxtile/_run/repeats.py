@@ -28,7 +28,7 @@ class Repeats:
 
     def __init__(self, schedule: Schedule):
         self.inputs = schedule.graph.inputs
-        skipping = [r for r in schedule.regions if r.skips and r.tiled and r.tiles > 1]
+        skipping = [r for r in schedule.regions if r.skips and r.has_loop]
         tiles = [Tile(region, stage_runner()) for region in skipping]
         self.tiles = [(tile, _columns(tile)) for tile in tiles]
 

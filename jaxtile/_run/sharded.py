@@ -145,7 +145,7 @@ class Sharded:
         recomputed = self.region.grid.recomputed
         if not recomputed and wanted is not None:  # it keeps what JAX keeps
             row, tile = list(rows[0]), self.loop.tile
-            windows = tile.with_passing(tile.windows(inputs, row), globals_, row)
+            windows = tile.windows(inputs, row)
             values, pull = tile.pullback(windows, globals_, wanted, row)
             return [v[0] for v in values], pull
         states, remembered = self.loop.accumulate(inputs, globals_, rows, wanted)

@@ -39,6 +39,14 @@ def window(x: Array, slots: Slots, row: Row) -> Array:
     return settled([to_device(x)])[0] if on_host(x) else x
 
 
+def windows_of(
+    arrays: Sequence[Array | None], slots: Sequence[Slots], row: Row
+) -> list[Array | None]:
+    return [
+        None if x is None else window(x, each, row) for x, each in zip(arrays, slots, strict=True)
+    ]
+
+
 def write(x: Array, tile: Array, slots: Slots, row: Row) -> Array:
     tile = tile.astype(x.dtype)
     if on_host(x):

@@ -38,7 +38,7 @@ from .arrays import (
     zero_cotangent,
 )
 from .kinds import Kind, kinds
-from .slots import Row, Slots, window, write
+from .slots import Row, Slots, window, windows_of, write
 from .whole import environment
 
 State = tuple[Array, ...]
@@ -117,16 +117,10 @@ class Tile:
         return kinds(self.rows, sorted(shifts))
 
     def windows(self, inputs: Sequence[Array | None], row: Row) -> list[Any]:
-        return [
-            None if x is None else window(x, slots, row)
-            for x, slots in zip(inputs, self.input_slots, strict=True)
-        ]
+        return windows_of(inputs, self.input_slots, row)
 
     def result_windows(self, cotangents: Cotangents, row: Row) -> list[Any]:
-        return [
-            None if c is None else window(c, slots, row)
-            for c, slots in zip(cotangents, self.result_slots, strict=True)
-        ]
+        return windows_of(cotangents, self.result_slots, row)
 
     def blank(self, windows: Sequence[Any]) -> Any:
         """Are windows of the inputs next to constant?"""

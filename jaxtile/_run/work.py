@@ -43,8 +43,8 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def unsent(self, carry: Any, row: Row) -> list[Any]:
-        """What may be sent to a row before its tile, or another one, is: it is what is there, or
-        will be written.
+        """What may be sent to this row although its tile is not computed yet: what is there
+        already, or anything, if the row is written later.
         """
 
     @abc.abstractmethod

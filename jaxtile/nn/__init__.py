@@ -1,6 +1,6 @@
 """For Flax NNX: `checkpoint` for functions of modules, and layers.
 
-The layers are Flax's own with one more option, and some that Flax does not have. With
+The layers are Flax's own with an option more, and some that Flax does not have. With
 `tiles=(rows, columns)` a layer runs tile by tile by itself; inside `jaxtile.checkpoint` the option
 is ignored, because the schedule of the whole function decides.
 """

@@ -2,7 +2,7 @@
 
 Images are channels-last (`NHWC`, `NDHWC`, `NWC`), kernels `HWIO`. Every function is plain JAX, and
 transparent to `jaxtile.checkpoint`. With `tiles=(rows, columns)` it runs tile by tile by itself,
-with a workspace of one tile, forwards and backwards.
+with a workspace of one tile, forwards and backwards (`center_crop` needs none).
 """
 
 from ._conv import conv as conv
