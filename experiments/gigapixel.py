@@ -4,13 +4,15 @@
     python -m experiments.gigapixel --dense --size=8192 --size=32768 --budget=16GiB
     python -m experiments.gigapixel --model=resnet50 --frozen --size=65536 --budget=16GiB
     python -m experiments.gigapixel --model=resnet50 --size=32768 --offload=80GiB
+    python -m experiments.gigapixel --model=resnet50 --device="NVIDIA H200" --save=plan.json
 
 The image is of 8 bits, and each tile is normalised where it is computed. A step is the loss of a
 class for the image, and the gradients of all weights; or, if it is dense, of a class for each
 pixel, with a map of labels beside the image, so that the loss is a sum over tiles. The first step
 is not counted: it is when the host finds its pages. XLA gives arrays at most 64 GiB of the host,
 unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise. Planning compiles what is run; with a
-`JAX_COMPILATION_CACHE_DIR` that is not done twice.
+`JAX_COMPILATION_CACHE_DIR` that is not done twice. It takes minutes, and needs no GPU: with
+`--device` a plan is made for one that is not here, and nothing is run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +50,9 @@ _DTYPE = dtype_flag("bfloat16")
 _STEPS = flags.DEFINE_integer("steps", 2, "timed steps", lower_bound=1)
 _PLAN = flags.DEFINE_string("plan", None, "take this plan, instead of looking for one")
 _SAVE = flags.DEFINE_string("save", None, "write the last plan here, as JSON")
+_DEVICE = flags.DEFINE_string(
+    "device", None, "plan for this GPU, which need not be here; needs JAX's CUDA plugin"
+)
 _LIMIT = flags.DEFINE_float("limit", 120, "seconds for a search that goes on though one plan fits")
 
 _CLASSES, _DENSE_CLASSES = 1000, 8
@@ -64,18 +69,30 @@ def main(argv: list[str]) -> None:
         sys.exit(f"error: --frozen is for resnet50: {_MODEL.value} has no statistics")
     if _DENSE.value and _MODEL.value != "vgg16":
         sys.exit(f"error: --dense is for vgg16: {_MODEL.value} has no classifier of pixels")
+    if _DEVICE.value and _PLAN.value:
+        sys.exit("error: --device is to make a plan, and --plan gives one")
     try:
         output("save", _SAVE.value)
         policies.parse_bytes(_BUDGET.value)
         offload = policies.parse_bytes(_OFFLOAD.value) if _OFFLOAD.value else False
-        plan = jaxtile.Plan.load(_PLAN.value) if _PLAN.value else None
-        print(_HEAD, flush=True)
-        for size in _SIZE.value:
-            with Now(file=sys.stderr) as now:
-                found = row(size, plan, offload, now)
-            print(found, flush=True)
-    except (ValueError, TypeError, OSError, policies.BudgetError) as error:
+        only_planned(offload) if _DEVICE.value else measured(offload)
+    except (ValueError, TypeError, OSError, policies.BudgetError, policies.NoDeviceError) as error:
         sys.exit(f"error: {error}")
+
+
+def only_planned(offload: bool | int) -> None:
+    for size in _SIZE.value:
+        with Now(file=sys.stderr) as now:
+            planned(Problem.of(size, like), offload, now)
+
+
+def measured(offload: bool | int) -> None:
+    plan = jaxtile.Plan.load(_PLAN.value) if _PLAN.value else None
+    print(_HEAD, flush=True)
+    for size in _SIZE.value:
+        with Now(file=sys.stderr) as now:
+            found = row(size, plan, offload, now)
+        print(found, flush=True)
     device = jax.devices()[0].device_kind
     kind = ", frozen statistics" if _FROZEN.value else ", dense" if _DENSE.value else ""
     print(
@@ -84,31 +101,53 @@ def main(argv: list[str]) -> None:
     )
 
 
-def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> str:
-    now(f"{size} x {size}: making weights and the image")
-    loss, params, rest = network()
-    image = on_host((1, size, size, 3), 256)
-    labels = on_host((1, size, size), _DENSE_CLASSES) if _DENSE.value else jnp.zeros(1, jnp.int32)
-    args = params, rest, image, labels
-    axes = (None, None, (1, 2), (1, 2) if _DENSE.value else None)
+class Problem(NamedTuple):
+    loss: Callable[..., Any]
+    args: tuple[Any, ...]
+    """Weights, the rest of the model's state, the image and its labels."""
+    axes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, size: int, made: Callable[[tuple[int, ...], int], Any]) -> Problem:
+        """`made`: an array in host memory, of a shape, of so many numbers."""
+        loss, params, rest = network()
+        labels = jnp.zeros(1, jnp.int32)
+        if _DENSE.value:
+            labels = made((1, size, size), _DENSE_CLASSES)
+        args = params, rest, made((1, size, size, 3), 256), labels
+        return cls(loss, args, (None, None, (1, 2), (1, 2) if _DENSE.value else None))
+
+
+def planned(problem: Problem, offload: bool | int, now: Now) -> tuple[jaxtile.Plan, float]:
+    """A plan, said and saved, and the seconds that it took."""
     begin = time.perf_counter()
-    if plan is None:
-        plan = jaxtile.plan(
-            loss,
-            *args,
-            in_axes=axes,
-            budget=_BUDGET.value,
-            step=gradients,
-            offload=offload,
-            time_limit=_LIMIT.value,
-            progress=now,
-        )
-    planned = time.perf_counter() - begin
+    plan = jaxtile.plan(
+        problem.loss,
+        *problem.args,
+        in_axes=problem.axes,
+        budget=_BUDGET.value,
+        step=gradients,
+        offload=offload,
+        device=_DEVICE.value,
+        time_limit=_LIMIT.value,
+        progress=now,
+    )
+    seconds = time.perf_counter() - begin
     now.hide()
-    say(f"{size} x {size}: planned in {planned:.0f} s\n{plan.explain()}")
+    size = problem.args[2].shape[1]
+    say(f"{size} x {size}: planned in {seconds:.0f} s\n{plan.explain()}")
     if _SAVE.value:
         plan.save(_SAVE.value)
-    step = jax.jit(gradients(jaxtile.checkpoint(loss, in_axes=axes, policy=plan)))
+    return plan, seconds
+
+
+def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> str:
+    now(f"{size} x {size}: making weights and the image")
+    problem, planning = Problem.of(size, on_host), 0.0
+    _, _, image, labels = args = problem.args
+    if plan is None:
+        plan, planning = planned(problem, offload, now)
+    step = jax.jit(gradients(jaxtile.checkpoint(problem.loss, in_axes=problem.axes, policy=plan)))
     now("compiling")
     begin = time.perf_counter()
     compiled = step.lower(*args).compile()
@@ -129,7 +168,7 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> 
     mean = sum(others) / len(others)
     return (
         f"| {size} x {size} | {mean:.3f} | {mean / size**2 * 1e9:.2f} | {plan.seconds:.3f} "
-        f"| {format_bytes(used.total)} | {format_bytes(used.host)} | {planned:.0f} "
+        f"| {format_bytes(used.total)} | {format_bytes(used.host)} | {planning:.0f} "
         f"| {compiling:.0f} | {first:.1f} | {values[-1]:.6g} |"
     )
 
@@ -163,6 +202,12 @@ def network() -> tuple[Callable[..., Any], Any, Any]:
 def gradients(loss: Callable[..., Any]) -> Callable[..., Any]:
     """The step: the loss, new statistics beside it, and the gradients of the weights."""
     return jax.value_and_grad(loss, has_aux=True)
+
+
+def like(shape: tuple[int, ...], numbers: int) -> jax.ShapeDtypeStruct:
+    """The shape of what `on_host` makes."""
+    del numbers
+    return jax.ShapeDtypeStruct(shape, jnp.uint8, sharding=host_of(jax.devices()[0]))
 
 
 def on_host(shape: tuple[int, ...], numbers: int) -> jax.Array:

@@ -186,7 +186,7 @@ def test_what_the_solver_finds_is_made_to_fit():
     model = Model(costs.facts, BUILT_IN["gpu"])
     tables, descent = model.stretches(grids(outline)), Descent(costs, grids(outline))
     everything = measured(tables, (ChosenStretch(0, 0, len(tables.cuts) - 1),))
-    begun = as_assignment(model, tables, fastest(tables, everything.peak / 4))
+    begun = as_assignment(costs, model, tables, fastest(tables, everything.peak / 4))
     assert costs.estimate(begun).peak > everything.peak / 4
     found = descent.fastest(everything.peak / 4, [begun])
     assert found.peak <= everything.peak / 4

@@ -55,6 +55,14 @@ def test_program(arguments, words):
         ("plan --save=tests", "--save=tests: is a folder"),
         ("gigapixel --model=resnet50 --dense", "--dense is for vgg16: resnet50 has no classifier"),
         ("gigapixel --size=64 --save=nowhere/plan.json", "there is no folder nowhere"),
+        (
+            "gigapixel --size=64 --width=2 --device=X1",
+            "`device` (='X1') must be one of NVIDIA H200",
+        ),
+        (
+            "gigapixel --plan=plan.json --device=X1",
+            "--device is to make a plan, and --plan gives one",
+        ),
         ("calibrate --models=unet,unett", "--models: there is no model unett"),
         ("calibrate --output=nowhere/costs.json", "there is no folder nowhere"),
         ("grids --channels=0", "0 is not a positive integer"),

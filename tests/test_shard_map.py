@@ -115,10 +115,6 @@ def test_inside_shard_map(name):
     "options",
     [
         {"tiles": "whole"},
-        {"tiles": (5, 4)},
-        {"tiles": None},
-        {"tiles": (1, 1)},
-        {"policy": "sqrt"},
         {
             "policy": jax.checkpoint_policies.save_and_offload_only_these_names(
                 names_which_can_be_saved=[],
@@ -127,6 +123,10 @@ def test_inside_shard_map(name):
                 offload_dst="pinned_host",
             )
         },
+        {"tiles": (5, 4)},
+        {"tiles": None},
+        {"tiles": (1, 1)},
+        {"policy": "sqrt"},
         {"policy": "passing:2x2"},
     ],
     always=2,

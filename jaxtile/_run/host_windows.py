@@ -18,18 +18,19 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._errors import TilingError
+from .._rules.manual import alike
 
 Array = jax.Array
 
 
 def read(x: Array, starts: Sequence[Any], sizes: Sequence[int]) -> Array:
     """A window; it is in host memory too."""
-    return _read_p.bind(x, *map(jnp.int32, starts), slice_sizes=tuple(sizes))
+    return _read_p.bind(*alike([x, *map(jnp.int32, starts)], ()), slice_sizes=tuple(sizes))
 
 
 def write(x: Array, tile: Array, starts: Sequence[Any]) -> Array:
     """The array with another window; all is in host memory."""
-    return _write_p.bind(x, tile, *map(jnp.int32, starts))
+    return _write_p.bind(*alike([x, tile, *map(jnp.int32, starts)], ()))
 
 
 def _read(x: Array, *starts: Any, slice_sizes: Sequence[int]) -> Array:
