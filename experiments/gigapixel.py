@@ -75,7 +75,8 @@ def main(argv: list[str]) -> None:
         output("save", _SAVE.value)
         policies.parse_bytes(_BUDGET.value)
         offload = policies.parse_bytes(_OFFLOAD.value) if _OFFLOAD.value else False
-        only_planned(offload) if _DEVICE.value else measured(offload)
+        run = only_planned if _DEVICE.value else measured
+        run(offload)
     except (ValueError, TypeError, OSError, policies.BudgetError, policies.NoDeviceError) as error:
         sys.exit(f"error: {error}")
 

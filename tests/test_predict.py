@@ -375,7 +375,7 @@ from experiments.images import create_image, open_image
 from experiments.predicting.whole_image import segment
 from tests.test_predict import Watch, tiny
 
-typical = []  # the most is an accident of threads: it differs by 15 MiB from run to run
+typical, most = [], []  # the most is an accident of threads: it differs from run to run
 for size in (6000, 6000, 10000):  # all have more tiles than are under way; the first one warms up
     seen = []
     path = pathlib.Path(sys.argv[1], f"{len(typical)}.npy")
@@ -384,7 +384,8 @@ for size in (6000, 6000, 10000):  # all have more tiles than are under way; the 
     with open_image(path) as image:
         segment(tiny(), image, path.with_name("mask.npy"), tile=500, progress=Watch(seen))
     typical.append(statistics.median(seen))
-print((typical[2] - typical[1]) / 2**20)
+    most.append(max(seen))
+print(*((numbers[2] - numbers[1]) / 2**20 for numbers in (typical, most)))
 """
 
 
@@ -431,7 +432,9 @@ def test_memory_does_not_grow_with_the_image(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert float(done.stdout) < 25  # MiB; the image has 286, the result of its convolution 763
+    typical, most = map(float, done.stdout.split())  # MiB
+    assert typical < 25
+    assert most < 100  # the image has 286, the result of its convolution 763
 
 
 @pytest.mark.parametrize(

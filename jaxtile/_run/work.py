@@ -53,7 +53,7 @@ class Work(abc.ABC):
 
     @abc.abstractmethod
     def blank(self, found: Any) -> Any:
-        """Is what a tile has read next to constant? One that is not is kept instead of those."""
+        """Is what a tile has read next to constant? Such a tile is kept for those alike."""
 
     def zero(self, found: Any) -> Any:
         """Does nothing come of what a tile has read? None, if that cannot be."""
