@@ -172,6 +172,18 @@ def test_cross_entropy_of_half_precision_is_summed_in_float32():
     np.testing.assert_allclose(loss, np.log(2), rtol=1e-6)
 
 
+def test_cross_entropy_counts_positions_in_floats():
+    """131072 x 131072 are more than 32 bits can count."""
+    shapes = (
+        jax.ShapeDtypeStruct((2**17, 2**17, 2), "float32"),
+        jax.ShapeDtypeStruct((2**17, 2**17), "int32"),
+    )
+    with jax.enable_x64(False):
+        jaxpr = jax.make_jaxpr(ops.softmax_cross_entropy)(*shapes)
+    dtypes = {e.outvars[0].aval.dtype for e in jaxpr.eqns if e.primitive.name == "reduce_sum"}
+    assert dtypes == {jnp.dtype("float32")}
+
+
 @pytest.mark.parametrize(
     "call, message",
     [

@@ -38,4 +38,6 @@ def softmax_cross_entropy(
     if ignore is None:
         return losses.mean()
     counts = labels != ignore
-    return jnp.where(counts, losses, 0).sum() / jnp.maximum(counts.sum(), 1)
+    # Images of four gigapixels have more positions than 32 bits can count.
+    number = counts.sum(dtype=losses.dtype)
+    return jnp.where(counts, losses, 0).sum() / jnp.maximum(number, 1)
