@@ -646,6 +646,18 @@ def test_costs(tmp_path, monkeypatch):
         policies.costs()
 
 
+def test_costs_from_a_file(tmp_path):
+    BUILT_IN["gpu"].save(tmp_path / "costs.json")
+    found = plan(costs=tmp_path / "costs.json")
+    assert found.device == "NVIDIA H200 (built in)"
+    with pytest.raises(FileNotFoundError, match="none"):
+        plan(costs=str(tmp_path / "none.json"))
+    with pytest.raises(TypeError, match=r"`costs` \(=3\) must be a `policies.Costs` or the path"):
+        plan(costs=3)
+    with pytest.raises(TypeError, match=r"`device` \(=3\) must be a GPU's name"):
+        plan(device=3)
+
+
 def test_a_table_of_another_device_is_not_used_silently():
     assert built_in_for_another() is None  # a CPU has its own
     assert built_in_for_another("NVIDIA H200") is None

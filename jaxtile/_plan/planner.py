@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,7 +41,7 @@ def plan(
     step: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     step_args: Sequence[Any] | None = None,
     offload: bool | int | str = False,
-    costs: Costs | None = None,
+    costs: Costs | str | os.PathLike[str] | None = None,
     measure: bool = False,
     steps: float = math.inf,
     device: str | None = None,
@@ -63,7 +64,8 @@ def plan(
       offload: may results wait in host memory, and in how many bytes of it, as `"48GiB"`? True: in
         as many as XLA has for arrays there, which is 64 GiB, unless JAX was started with another
         number in `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, and in at most three quarters of it all.
-      costs: rates of the device; by default those that were measured for it, or built in.
+      costs: rates of the device, or a file of them; by default those that were measured for it, or
+        built in.
       measure: may the planner run something? Then it times kinds of operations that its table of
         costs does not have, and keeps these times for this device; and it runs a few steps of the
         two or three best schedules, on arguments of zeros, and takes the fastest. The budget must
@@ -99,6 +101,9 @@ def plan(
     >>> bool(jnp.allclose(tiled(kernel, image), loss(kernel, image)))
     True
     """
+    table = _table(costs)
+    if not isinstance(device, str | None):
+        raise TypeError(f"`device` (={device!r}) must be a GPU's name, as 'NVIDIA H200', or a file")
     if _has_modules(args):
         fun, args = _without_modules(fun, args, step)
     args, step_args = typed((args, step_args))
@@ -113,7 +118,7 @@ def plan(
     given = args if step_args is None else step_args
     terms = Terms(
         parse_bytes(budget),
-        costs or costs_of_device(device),
+        table or costs_of_device(device),
         host=_host_memory(offload, device),
         moved=0 if device is None else bytes_moved(given),
         platform=None if device is None else "gpu",
@@ -132,6 +137,14 @@ def plan(
     traced = _evaluated(view.traced, fun, options.static_argnums)
     with tracing_for(terms.platform):
         return Search(view, _steps(traced, in_axes, make, given, skip), terms).run()
+
+
+def _table(costs: Costs | str | os.PathLike[str] | None) -> Costs | None:
+    if costs is None or isinstance(costs, Costs):
+        return costs
+    if not isinstance(costs, str | os.PathLike):
+        raise TypeError(f"`costs` (={costs!r}) must be a `policies.Costs` or the path of a table")
+    return Costs.load(costs)
 
 
 def _told(view: Outline, skip: bool) -> Outline:
