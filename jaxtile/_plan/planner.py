@@ -101,9 +101,6 @@ def plan(
     >>> bool(jnp.allclose(tiled(kernel, image), loss(kernel, image)))
     True
     """
-    table = _table(costs)
-    if not isinstance(device, str | None):
-        raise TypeError(f"`device` (={device!r}) must be a GPU's name, as 'NVIDIA H200', or a file")
     if _has_modules(args):
         fun, args = _without_modules(fun, args, step)
     args, step_args = typed((args, step_args))
@@ -118,7 +115,7 @@ def plan(
     given = args if step_args is None else step_args
     terms = Terms(
         parse_bytes(budget),
-        table or costs_of_device(device),
+        _table(costs, device),
         host=_host_memory(offload, device),
         moved=0 if device is None else bytes_moved(given),
         platform=None if device is None else "gpu",
@@ -139,8 +136,13 @@ def plan(
         return Search(view, _steps(traced, in_axes, make, given, skip), terms).run()
 
 
-def _table(costs: Costs | str | os.PathLike[str] | None) -> Costs | None:
-    if costs is None or isinstance(costs, Costs):
+def _table(costs: Costs | str | os.PathLike[str] | None, device: str | None) -> Costs:
+    """The rates to plan with."""
+    if not isinstance(device, str | None):
+        raise TypeError(f"`device` (={device!r}) must be a GPU's name, as 'NVIDIA H200', or a file")
+    if costs is None:
+        return costs_of_device(device)
+    if isinstance(costs, Costs):
         return costs
     if not isinstance(costs, str | os.PathLike):
         raise TypeError(f"`costs` (={costs!r}) must be a `policies.Costs` or the path of a table")
