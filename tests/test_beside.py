@@ -80,6 +80,7 @@ def test_gradients_in_strips(monkeypatch, height, strips, names):
     assert_close(got, jax.jit(jax.value_and_grad(loss))(W, x, labels))
 
 
+@pytest.mark.slow
 def test_tiles_that_are_not_strips_wait_for_their_windows(monkeypatch):
     monkeypatch.setattr("jaxtile._run.scans.run", None)
     x, labels = case(40)

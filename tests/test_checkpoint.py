@@ -37,6 +37,7 @@ def test_a_budget_is_kept_and_planned_once(capfd):
     assert capfd.readouterr().err.count("plan:") == 0
 
 
+@pytest.mark.slow
 def test_a_budget_of_a_function_of_modules():
     model = nn.Conv(8, 8, (3, 3), rngs=nnx.Rngs(0))
 

@@ -382,6 +382,7 @@ def test_bytes_in_host_memory():
         assert found.hosted == most * value
 
 
+@pytest.mark.slow
 def test_no_more_in_host_memory_than_there_is():
     """The less of it there is, the slower; if it is too little for all cuts, a walk finds where to
     cut less often.

@@ -87,6 +87,7 @@ def test_gradients_and_where_they_lie(state, grid, shared, monkeypatch):
     assert any(found) == shared
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(on_early_cpu(), reason="XLA drops barriers on a CPU before jax 0.12")
 def test_one_array_less():
     """The ends of blocks are never kept, so at the peak there are their cotangents only."""

@@ -197,6 +197,7 @@ def test_by_name():
     assert compiled_bytes(tiled) <= budget
 
 
+@pytest.mark.slow
 def test_by_name_inside_other_transformations():
     """The function closes over a traced array, and is itself differentiated under `jit`."""
     budget = int(0.6 * plain_bytes(network))

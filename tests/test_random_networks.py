@@ -61,6 +61,7 @@ def test_random_network(network):
     check(network)
 
 
+@pytest.mark.slow
 def test_a_maximum_of_what_is_computed_twice():
     """A compiler may round it in two ways, and then no element equals the maximum."""
     layers = (

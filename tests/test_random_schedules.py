@@ -7,6 +7,7 @@ import pytest
 
 from .random_networks import EXAMPLES
 from .random_schedules import check, draw
+from .support import parametrize_few
 
 
 def several(seed, cases, **options):
@@ -18,7 +19,7 @@ def several(seed, cases, **options):
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("only", ["product", "over first"])
+@parametrize_few("only", ["over first", "product"])
 def test_random_schedules(only):
     several(1, 2, only=only)
 

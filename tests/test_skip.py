@@ -87,6 +87,7 @@ def test_explain_counts_those_of_the_forward_pass(computed):
     assert f"skips at least {found.regions[0].skipped} of 256 tiles" in str(found)
 
 
+@pytest.mark.slow
 def test_without_cotangents(computed):
     """Half of the image counts for nothing: its noise is read, and not differentiated."""
 

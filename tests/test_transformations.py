@@ -96,6 +96,7 @@ def offloaded_trunk(**kwargs):
     return tiled_trunk(policy=names, tiles={"first": (5, 1), ...: (2, 2)}, **kwargs)
 
 
+@pytest.mark.slow
 def test_vmap_where_values_are_offloaded():
     """Of gradients, over images and, in a Hessian, over tangents; of windows, and of all there."""
     images, last = jnp.stack([IMAGE, IMAGE**2]), PARAMS[2][:1, :1]
