@@ -55,9 +55,10 @@ def test_program(arguments, words):
         ("plan --save=tests", "--save=tests: is a folder"),
         ("gigapixel --model=resnet50 --dense", "--dense is for vgg16: resnet50 has no classifier"),
         ("gigapixel --size=64 --save=nowhere/plan.json", "there is no folder nowhere"),
-        (
+        pytest.param(
             "gigapixel --size=64 --width=2 --device=X1",
             "`device` (='X1') must be one of NVIDIA H200",
+            marks=pytest.mark.slow,
         ),
         (
             "gigapixel --plan=plan.json --device=X1",

@@ -165,7 +165,7 @@ def test_a_convolution_as_products(padding, order, monkeypatch):
     assert all(jnp.abs(a - b).max() < 1e-12 for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("spatial", [1, 3])
+@parametrize_few("spatial", [1, 3])
 def test_a_convolution_as_products_in_other_dimensions(spatial):
     x, w = normal(0, 2, *(6,) * spatial, 2), normal(1, *(3,) * spatial, 2, 4)
     letters = "DHW"[-spatial:]

@@ -72,6 +72,7 @@ def test_tile_by_tile(name):
     assert_close(results(functools.partial(plain, tiles=tiles), args), plain_results(plain, args))
 
 
+@pytest.mark.slow
 def test_the_outer_schedule_wins():
     def network(kernel, image):
         x = ops.max_pool(jax.nn.gelu(ops.conv(image, kernel, tiles=(2, 2))), tiles=(3, 3))

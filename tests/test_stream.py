@@ -297,7 +297,8 @@ def test_tiles_share_one_program_and_so_do_calls(fun, regions, monkeypatch):
         assert len(traced) == len(set(traced)) == regions
 
 
-@parametrize_few(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "padding, norm, depth",
     [("VALID", None, 1), ("SAME", None, 1), ("SAME", "batch", 1), ("SAME", "group", 1)],
 )

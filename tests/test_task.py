@@ -250,6 +250,7 @@ def test_what_is_done_now_in_a_file():
     assert numbers == list(range(len(numbers)))
 
 
+@pytest.mark.slow
 @parametrize_few("border", [6, 0])
 def test_a_large_image_is_drawn_whole_and_where_its_errors_are(tmp_path, border):
     truth, predicted = np.zeros((2, 700, 900), np.uint8)
