@@ -14,7 +14,19 @@ from .arrays import Array, Arrays, Cotangents, fill_in, select
 from .in_place import Places
 from .ordering import on_host
 from .recompute import RECOMPUTED, Given, Saved
-from .slots import Hosted, Row, Slots, Zeros, fetched, filled, hosted, nothing, window, write
+from .slots import (
+    Hosted,
+    Row,
+    Slots,
+    Zeros,
+    fetched,
+    filled,
+    hosted,
+    nothing,
+    unfetched,
+    window,
+    write,
+)
 from .tile import Tile
 from .work import Work
 
@@ -66,22 +78,18 @@ class Backwards(Work):
         )
 
     def read(self, carry: Sums, x: Any, fetched: tuple[Cotangents, Cotangents]) -> Found:
-        tile = self.tile
+        tile, (of_inputs, of_results) = self.tile, fetched
         row: Row = list(x[0])
-        inputs, cotangents = (
-            [x if w is None else None for x, w in zip(arrays, windows, strict=True)]
-            for arrays, windows in zip(
-                (self.saved.inputs, self.given.cotangents), fetched, strict=True
-            )
-        )
-        for i, k in self.shared:
-            cotangents[k] = carry[0][self.place[i]]
-        windows: Arrays = filled(fetched[0], tile.windows(inputs, row))
+        inputs = unfetched(self.saved.inputs, of_inputs)
+        windows: Arrays = filled(of_inputs, tile.windows(inputs, row))
         if not tile.region.skips:
             windows = self._with_passing(windows, row)
             row, passing = _late(row, select(windows, tile.region.passing))
             windows = fill_in(windows, tile.region.passing, passing)
-        return windows, filled(fetched[1], tile.result_windows(cotangents, row)), x[1]
+        cotangents = unfetched(self.given.cotangents, of_results)
+        for i, k in self.shared:
+            cotangents[k] = carry[0][self.place[i]]
+        return windows, filled(of_results, tile.result_windows(cotangents, row)), x[1]
 
     def compute(self, found: Found, x: Any) -> Sums:
         tile, (windows, cotangents, remembered), row = self.tile, found, list(x[0])

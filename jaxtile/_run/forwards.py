@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax import lax
 
 from .arrays import Array, Arrays, Wanted, select
-from .slots import Hosted, Row, Zeros, fetched, filled, hosted, nothing, write
+from .slots import Hosted, Row, Zeros, fetched, filled, hosted, nothing, unfetched, write
 from .tile import State, Tile, reducer
 from .work import Work
 
@@ -45,7 +45,7 @@ class Forwards(Work):
         return fetched(self.inputs, self.tile.input_slots, row)
 
     def read(self, carry: list[State], x: Any, fetched: Sequence[Array | None]) -> list[Array]:
-        given = [x if w is None else None for x, w in zip(self.inputs, fetched, strict=True)]
+        given = unfetched(self.inputs, fetched)
         for i, k in self.replaced.items():
             (given[i],) = carry[k]
         windows = filled(fetched, self.tile.windows(given, list(x[0])))

@@ -94,6 +94,13 @@ def fetched(arrays: Sequence[Array | None], slots: Sequence[Slots], row: Row) ->
     ]
 
 
+def unfetched(
+    arrays: Sequence[Array | None], windows: Sequence[Array | None]
+) -> list[Array | None]:
+    """The arrays of which no window was fetched: those on the device."""
+    return [x if w is None else None for x, w in zip(arrays, windows, strict=True)]
+
+
 def filled(windows: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """The windows that there are, and the others."""
     return [o if w is None else w for w, o in zip(windows, others, strict=True)]
