@@ -84,7 +84,8 @@ def main(argv: list[str]) -> None:
 def only_planned(offload: bool | int) -> None:
     for size in _SIZE.value:
         with Now(file=sys.stderr) as now:
-            planned(Problem.of(size, like), offload, now)
+            plan, _ = planned(Problem.of(size, like), offload, now)
+        print(plan.explain(), flush=True)
 
 
 def measured(offload: bool | int) -> None:
@@ -120,7 +121,7 @@ class Problem(NamedTuple):
 
 
 def planned(problem: Problem, offload: bool | int, now: Now) -> tuple[jaxtile.Plan, float]:
-    """A plan, said and saved, and the seconds that it took."""
+    """A plan, saved if that is wanted, and the seconds that it took."""
     begin = time.perf_counter()
     plan = jaxtile.plan(
         problem.loss,
@@ -136,7 +137,7 @@ def planned(problem: Problem, offload: bool | int, now: Now) -> tuple[jaxtile.Pl
     seconds = time.perf_counter() - begin
     now.hide()
     size = problem.args[2].shape[1]
-    say(f"{size} x {size}: planned in {seconds:.0f} s\n{plan.explain()}")
+    say(f"{size} x {size}: planned in {seconds:.0f} s")
     if _SAVE.value:
         plan.save(_SAVE.value)
     return plan, seconds
@@ -148,6 +149,7 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> 
     _, _, image, labels = args = problem.args
     if plan is None:
         plan, planning = planned(problem, offload, now)
+        say(plan.explain())
     step = jax.jit(gradients(jaxtile.checkpoint(problem.loss, in_axes=problem.axes, policy=plan)))
     now("compiling")
     begin = time.perf_counter()

@@ -18,6 +18,7 @@ import jaxtile
 import jaxtile.nn
 import policies
 from experiments.measuring.problems import problem, shape_of
+from jaxtile._plan.absent import as_moved
 from jaxtile._plan.assignment import Assignments
 from jaxtile._plan.costs import BUILT_IN, Timing, built_in_for_another
 from jaxtile._plan.facts import Facts
@@ -699,6 +700,16 @@ def test_an_image_in_the_host_memory_of_a_gpu_that_is_not_there():
     found = jaxtile.plan(network, WEIGHTS, image, in_axes=AXES, budget="16MB", device="NVIDIA H200")
     assert found.measured_bytes <= 16_000_000 < 8 * image.size
     assert found.host_bytes == 0
+
+
+def test_bytes_of_a_step_that_moves_its_arguments_to_host_memory():
+    """The compiled program has them in both places; or on the device only, where it reads them
+    whole, and needs them there.
+    """
+    moves = jaxtile.Bytes(arguments=10, outputs=1, aliases=0, temporaries=5, host=8)
+    assert as_moved(moves, 6) == jaxtile.Bytes(4, 1, 0, 5, host=2)
+    reads_whole = jaxtile.Bytes(10, 1, 0, 5)
+    assert as_moved(reads_whole, 6) == reads_whole
 
 
 def test_what_is_compiled_for_a_gpu_has_no_workaround_for_a_cpu():

@@ -7,6 +7,7 @@ so the program is compiled without autotuning; on the GPU itself the bytes may d
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from .._memory.compiled import Bytes
 from .._run.ordering import on_host, to_host
 
 # The chip, as XLA's `GpuTargetConfigProto` wants it.
@@ -103,5 +105,13 @@ def moving(step: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def bytes_moved(args: Sequence[Any]) -> int:
-    """How many bytes such a step moves, which the compiled program has twice."""
+    """How many bytes such a step is to move: the compiled program has them in both places."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tuple(args)) if on_host(x))
+
+
+def as_moved(found: Bytes, moved: int) -> Bytes:
+    """The bytes of a step whose arguments lie in host memory, from those of one that is to move so
+    many there. What it did not move it reads whole, so that is on the device in any case.
+    """
+    there = min(moved, found.host)
+    return dataclasses.replace(found, arguments=found.arguments - there, host=found.host - there)

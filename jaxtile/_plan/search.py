@@ -26,6 +26,7 @@ from .._errors import TilingError
 from .._memory.compiled import Bytes, compiled_bytes
 from .._memory.estimate import given_and_made
 from ..policy import Outline
+from .absent import as_moved
 from .assignment import Assignments
 from .candidates import as_assignment, assigned, solved
 from .costs import Costs
@@ -268,9 +269,7 @@ class Search:
             self.tuning = time.perf_counter() - begun
             found = Bytes.of(self.compiled[candidate])
         else:
-            found, moved = compiled_bytes(lowered, self.terms.platform), self.terms.moved
-            arguments, host = found.arguments - moved, found.host - moved
-            found = dataclasses.replace(found, arguments=arguments, host=host)
+            found = as_moved(compiled_bytes(lowered, self.terms.platform), self.terms.moved)
         self.trials[candidate], self.fixed = found, found.fixed
         verdict = "fits" if found.total <= self.budget else "is too much for"
         self.say(
