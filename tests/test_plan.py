@@ -550,7 +550,7 @@ def test_budgets_are_kept_on_the_reference_models(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "share"), itertools.product(range(22), SHARES))
+@pytest.mark.parametrize(("seed", "share"), list(itertools.product(range(22), SHARES)))
 def test_budgets_are_kept_on_networks_that_nobody_tuned_for(seed, share):
     fun = drawn(seed)
     check_promise(fun, jax.eval_shape(lambda: fun.args), AXES, share)
