@@ -192,7 +192,7 @@ def test_second_derivatives_of_ties_between_tiles(outer, inner, tiles, largest):
 
 
 @pytest.mark.slow
-@parametrize_few("tiles", [(2, 2), "whole", None])
+@pytest.mark.parametrize("tiles", [(2, 2), "whole", None])
 def test_hessian(tiles):
     image, kernel = normal(0, 1, 5, 4, 1), normal(1, 3, 3, 1, 1)
 

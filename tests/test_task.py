@@ -21,8 +21,6 @@ from experiments.program.progress import Bar, Now
 from experiments.training import page, pictures
 from experiments.training.learner import Learner
 
-from .support import parametrize_few
-
 
 def by_definition(predicted, labels, classes):
     counted = labels != 255
@@ -251,7 +249,7 @@ def test_what_is_done_now_in_a_file():
 
 
 @pytest.mark.slow
-@parametrize_few("border", [6, 0])
+@pytest.mark.parametrize("border", [6, 0])
 def test_a_large_image_is_drawn_whole_and_where_its_errors_are(tmp_path, border):
     truth, predicted = np.zeros((2, 700, 900), np.uint8)
     predicted[650:690, 300:310] = 1

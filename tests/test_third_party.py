@@ -88,7 +88,7 @@ def test_the_reference_is_the_published_network(name):
 
 
 @pytest.mark.slow
-@parametrize_few("name", sorted(NETWORKS))
+@pytest.mark.parametrize("name", sorted(NETWORKS))
 def test_jax_checkpoint_saves_the_inputs_of_blocks(name, capsys):
     found = problem(name, (1, 32, 32, 3), jnp.bfloat16, abstract=True)
     loss, arguments = baselines.applied("jax_blocks", name, found)

@@ -112,6 +112,8 @@ def bytes_moved(args: Sequence[Any]) -> int:
 def as_moved(found: Bytes, moved: int) -> Bytes:
     """The bytes of a step whose arguments lie in host memory, from those of one that is to move so
     many there. What it did not move it reads whole, so that is on the device in any case.
+
+    Limit: results that wait in host memory cannot be told from arguments that were moved.
     """
     there = min(moved, found.host)
     return dataclasses.replace(found, arguments=found.arguments - there, host=found.host - there)

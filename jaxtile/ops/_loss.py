@@ -38,6 +38,6 @@ def softmax_cross_entropy(
     if ignore is None:
         return losses.mean()
     counts = labels != ignore
-    # Images of four gigapixels have more positions than 32 bits can count.
+    # An int32 would wrap round: images of two gigapixels have 2**31 positions.
     number = counts.sum(dtype=losses.dtype)
     return jnp.where(counts, losses, 0).sum() / jnp.maximum(number, 1)
