@@ -3,12 +3,15 @@
     python -m experiments.gigapixel --model=vgg16 --size=32768 --size=65536 --budget=16GiB
     python -m experiments.gigapixel --dense --size=8192 --size=32768 --budget=16GiB
     python -m experiments.gigapixel --model=resnet50 --frozen --size=65536 --budget=16GiB
+    python -m experiments.gigapixel --size=65536 --blank=0.8 --budget=6GiB
     python -m experiments.gigapixel --model=resnet50 --size=32768 --offload=80GiB
     python -m experiments.gigapixel --model=resnet50 --device="NVIDIA H200" --save=plan.json
 
 The image is of 8 bits, and each tile is normalised where it is computed. A step is the loss of a
 class for the image, and the gradients of all weights; or, if it is dense, of a class for each
-pixel, with a map of labels beside the image, so that the loss is a sum over tiles. The first step
+pixel, with a map of labels beside the image, so that the loss is a sum over tiles. With `--blank`
+so much of the image is blank, around a square of noise, and tiles that are alike are skipped; the
+smaller the tiles (a smaller budget makes them so), the less they hold of the blank. The first step
 is not counted: it is when the host finds its pages. XLA gives arrays at most 64 GiB of the host,
 unless `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB` says otherwise. Planning compiles what is run; with a
 `JAX_COMPILATION_CACHE_DIR` that is not done twice. It takes minutes, and needs no GPU: with
@@ -42,6 +45,9 @@ from .program.progress import Now
 _MODEL = flags.DEFINE_enum("model", "vgg16", ["vgg16", "resnet50"], "the model")
 _FROZEN = flags.DEFINE_bool("frozen", False, "ResNet-50 with its running statistics")
 _DENSE = flags.DEFINE_bool("dense", False, "VGG16 with a class for each pixel")
+_BLANK = flags.DEFINE_float(
+    "blank", 0, "the share of the image that is blank; if any is, tiles are skipped", 0, 1
+)
 _SIZE = flags.DEFINE_multi_integer("size", [32768], "height and width", 1)
 _WIDTH = flags.DEFINE_integer("width", 64, "channels of the first convolution", 1)
 _BUDGET = flags.DEFINE_string("budget", "16GiB", "bytes of the device for the compiled step")
@@ -131,6 +137,7 @@ def planned(problem: Problem, offload: bool | int, now: Now) -> tuple[jaxtile.Pl
         step=gradients,
         offload=offload,
         device=_DEVICE.value,
+        skip=skipping(),
         time_limit=_LIMIT.value,
         progress=now,
     )
@@ -150,7 +157,8 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> 
     if plan is None:
         plan, planning = planned(problem, offload, now)
         say(plan.explain())
-    step = jax.jit(gradients(jaxtile.checkpoint(problem.loss, in_axes=problem.axes, policy=plan)))
+    tiled = jaxtile.checkpoint(problem.loss, in_axes=problem.axes, policy=plan, skip=skipping())
+    step = jax.jit(gradients(tiled))
     now("compiling")
     begin = time.perf_counter()
     compiled = step.lower(*args).compile()
@@ -174,6 +182,10 @@ def row(size: int, plan: jaxtile.Plan | None, offload: bool | int, now: Now) -> 
         f"| {format_bytes(used.total)} | {format_bytes(used.host)} | {planning:.0f} "
         f"| {compiling:.0f} | {first:.1f} | {values[-1]:.6g} |"
     )
+
+
+def skipping() -> bool:
+    return _BLANK.value > 0
 
 
 def network() -> tuple[Callable[..., Any], Any, Any]:
@@ -215,10 +227,15 @@ def like(shape: tuple[int, ...], numbers: int) -> jax.ShapeDtypeStruct:
 
 def on_host(shape: tuple[int, ...], numbers: int) -> jax.Array:
     """Noise that repeats itself, so that it is made fast: never the same in tiles that touch. It is
-    drawn on the device and written in strips, so the host never holds it twice.
+    drawn on the device and written in strips, so the host never holds it twice. What is blank is
+    zero.
     """
     rows = min(shape[1], 1021)
     last = shape[1] - rows
+    margin = round(shape[1] * (1 - (1 - _BLANK.value) ** 0.5) / 2)
+
+    def inside(positions: jax.Array) -> jax.Array:
+        return (margin <= positions) & (positions < shape[1] - margin)
 
     @functools.partial(jax.jit, out_shardings=host_of(jax.devices()[0]))
     def draw(key: jax.Array) -> jax.Array:
@@ -227,7 +244,11 @@ def on_host(shape: tuple[int, ...], numbers: int) -> jax.Array:
         def put(k: jax.Array, image: jax.Array) -> jax.Array:
             top = jnp.minimum(k * rows, last)
             starts = [top if d == 1 else 0 for d in range(len(shape))]
-            return host_windows.write(image, to_host(strip), starts)
+            kept = inside(top + jnp.arange(rows))[:, None] & inside(jnp.arange(shape[2]))
+            window = jnp.where(
+                jnp.reshape(kept, (rows, shape[2]) + (1,) * (len(shape) - 3)), strip, 0
+            )
+            return host_windows.write(image, to_host(window), starts)
 
         return jax.lax.fori_loop(0, -(-shape[1] // rows), put, to_host(jnp.zeros(shape, jnp.uint8)))
 

@@ -5,10 +5,12 @@ The work is done by a `Walk` over the jaxpr (in `walk`), which makes the nodes (
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .._rules import Axes, untiled
+from .chains import chained
 from .clamps import ask_results
 from .inline import any_call, plain_call
 from .layers import InTiles
@@ -77,4 +79,9 @@ def _graph(walk: Walk, closed: Any, in_axes: Sequence[Axes], names: Sequence[str
         nodes.stored.setdefault(value.array, "device")
     for node in ask_results(nodes.list):
         nodes.classify(node)
-    return Graph(inputs, outputs, nodes.list, nodes.stored)
+    graph = Graph(inputs, outputs, nodes.list, nodes.stored)
+    chains = chained(graph.nodes, graph.readers, {*graph.stored, *(v.array for v in outputs)})
+    for node in chains:
+        if node.op == "chain":
+            nodes.classify(node)
+    return dataclasses.replace(graph, nodes=chains)

@@ -10,6 +10,7 @@ are stated by `derivative`, and `plainly` says where they are not used. `guard` 
 refuses to be differentiated, and `manual` is for arrays in a `jax.shard_map`.
 """
 
+from . import chain as chain
 from . import clamp as clamp
 from . import contraction as contraction
 from . import elementwise as elementwise

@@ -39,6 +39,7 @@ from jax import lax
 from .._platform import on_early_cpu
 from .derivative import Bilinear, apply
 from .dimension_order import as_ordered_by, operands_in_order, ordered
+from .late import slices, zero_after
 from .plainly import plain
 from .planes import Planes, is_of_volumes
 from .products import by_rows, gradients_by_rows, has_large_kernel
@@ -216,11 +217,11 @@ def _of_depthwise_kernel(
     window = (size - 1) * stride + extent
     ends = (pieces - 1) * size * stride + window
     lhs = _padded(lhs, image, low, max(high, ends - low - lhs.shape[image]))
+    zero, cotangent = zero_after(cotangent)
 
     def stacked(x: Array, dim: int, step: int, length: int, feature: int) -> Array:
         starts = [i * step for i in range(pieces)]
-        cut = [lax.slice_in_dim(x, n, n + length, axis=dim) for n in starts]
-        return lax.concatenate(cut, feature)
+        return lax.concatenate([*slices(x, starts, length, dim, zero)], feature)
 
     lhs = stacked(lhs, image, size * stride, window, dims.lhs_spec[1])
     cotangent = stacked(cotangent, rows, size, size, dims.out_spec[1])

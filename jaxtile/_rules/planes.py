@@ -32,6 +32,7 @@ from jax import lax
 
 from .derivative import Bilinear
 from .dimension_order import as_ordered_by, operands_in_order, ordered
+from .late import slices, zero_after
 from .reductions import accumulation_dtype
 from .transposes import Conv, as_given, of_image
 
@@ -81,8 +82,9 @@ class Planes(Bilinear):
         image = of_image(self.conv, self.params, lhs, rhs, cotangent)
         dim, start = self.params["dimension_numbers"].out_spec[2], 0
         total = jnp.zeros((), accumulation_dtype(rhs.dtype))
+        zero, cotangent = zero_after(cotangent)
         for params in self._pieces(lhs, rhs):
-            found, pull = jax.vjp(functools.partial(self._piece, params, lhs), rhs)
+            found, pull = jax.vjp(functools.partial(self._piece, params, lhs, zero=zero), rhs)
             stop = start + found.shape[dim]
             of_kernel = pull(lax.slice_in_dim(cotangent, start, stop, axis=dim))
             total, start = total + of_kernel[0], stop
@@ -105,19 +107,23 @@ class Planes(Bilinear):
             padding = (low - start * stride, high - after * stride), *params["padding"][1:]
             yield {**params, "padding": padding}
 
-    def _piece(self, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    def _piece(
+        self, params: Mapping[str, Any], lhs: Array, rhs: Array, zero: Array | None = None
+    ) -> Array:
+        """`zero`: where wide planes begin, if they are to wait for something."""
         lhs, rhs = operands_in_order(params, lhs, rhs)
-        form = self._added if _adds(params) else self._wide
-        return as_ordered_by(params, form(params, lhs, rhs))
+        if _adds(params):
+            return as_ordered_by(params, self._added(params, lhs, rhs))
+        return as_ordered_by(params, self._wide(params, lhs, rhs, zero))
 
-    def _wide(self, params: Mapping[str, Any], lhs: Array, rhs: Array) -> Array:
+    def _wide(self, params: Mapping[str, Any], lhs: Array, rhs: Array, zero: Array | None) -> Array:
         """With the planes that a plane of the result depends on as its channels."""
         deep, *window, channels, out = rhs.shape
         (low, high), step = params["padding"][0], params["lhs_dilation"][0]
         stride, dilation = params["window_strides"][0], params["rhs_dilation"][0]
         reach = (_count(params, lhs.shape[1], deep) - 1) * stride + 1
         lhs, starts = _padded(lhs, low, high, step), [i * dilation for i in range(deep)]
-        cut = [lax.slice_in_dim(lhs, n, n + reach, stride, axis=1) for n in starts]
+        cut = [*slices(lhs, starts, reach, 1, zero, stride)]
         kernel = lax.transpose(rhs, (1, 2, 0, 3, 4)).reshape(*window, deep * channels, out)
         return self._of_planes(params, lax.concatenate(cut, 4), kernel)
 

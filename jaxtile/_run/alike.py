@@ -8,7 +8,7 @@ all of them are zero, so is what they are pulled back to.
 
 One tile is kept at a time: the last one that reads next to nothing but constants, as any other is
 not likely to come again; as long as there is none, the last one. Tiles with equal positions follow
-each other, so that those at a border have their turn too.
+each other, so that those at a border have their turn too. Those inside have a loop of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from .._graph.inline import any_call
+from .kinds import Kind
 from .work import Work
 
 Body = Callable[[Any, Any], tuple[Any, Any]]
@@ -30,19 +31,20 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _ROUNDING = 64  # units in the last place of what is constant but for rounding
 
 
-def skipping(work: Work, carry: Any, x: Any) -> tuple[Body, Any, list[int]]:
-    """The body of a loop that skips tiles; what it has kept before the first one, `x`; and which
-    positions it computes with.
+def skipping(work: Work, kind: Kind, carry: Any, x: Any) -> tuple[Body, Any, list[int]]:
+    """The body of a loop over tiles of one kind that skips some; what it has kept before the first
+    one, `x`; and which positions it computes with.
     """
 
     def once(row: Any, own: Any) -> Any:
-        found = work.found(carry, (row, *x[1:]))
-        return found, work.compute(found, (own, *x[1:]))
+        found = work.found(carry, (kind.row(row), *x[1:]))
+        return found, work.compute(found, (kind.row(own), *x[1:]))
 
     columns, (found, results) = positions(once, list(x[0]))
 
     def body(state: Any, x: Any) -> tuple[Any, Any]:
         carry, (filled, constant), kept = state
+        x = (kind.row(x[0]), *x[1:])
         found = work.found(carry, x)
         key = found, [x[0][i] for i in columns]
         way = (filled & equal(key, kept[0])).astype(jnp.int32)
@@ -114,12 +116,17 @@ def nearly_constant(windows: Sequence[Any], dims: Sequence[tuple[int, ...]]) -> 
 
 
 def _nearly_constant(x: Any, dims: tuple[int, ...]) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return _nearly_constant(x.real, dims) & _nearly_constant(x.imag, dims)
-    high, low = x.max(dims), x.min(dims)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return (high == low).all()
-    return (high - low).max() <= _ROUNDING * float(jnp.finfo(x.dtype).eps) * abs(x).max()
+    """Each dimension is compared with its first element, of which the others are told. Maxima and
+    minima of each channel would take a GPU, and NumPy, many times as long.
+    """
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    tolerance = _ROUNDING * float(jnp.finfo(x.dtype).eps) * abs(x).max() if inexact else 0
+    found = []
+    for dim in sorted(dims):
+        first = x[(slice(None),) * dim + (slice(1),)]
+        found.append((abs(x - first) <= tolerance).all() if inexact else (x == first).all())
+        x = first
+    return _all(iter(found))
 
 
 def _all(each: Iterator[Any]) -> Any:

@@ -104,7 +104,7 @@ class Loop:
 
     def _scan(self, work: Work, carry: Any, xs: Any) -> tuple[Any, Any]:
         if self.region.skips and len(self.rows) > 1:
-            return skipping_some(work, carry, xs, self.rows)
+            return skipping_some(work, carry, xs, self.rows, self.tile.kinds)
         if self.on_mesh:  # each has other tiles, in one program
             return scan(work.body, carry, xs)
         return over_tiles(work, carry, xs, self.rows, self.tile.kinds)
