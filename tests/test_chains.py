@@ -28,6 +28,12 @@ def in_a_row(x):
     return jax.nn.silu(jax.nn.gelu(x)) + jnp.sin(x)
 
 
+def normed(x):
+    """With numbers of channels, and of positions, beside the array."""
+    scale = jax.lax.rsqrt(x.var((0, 1, 2)) + 0.1)
+    return jax.nn.silu((x - x.mean((0, 1, 2))) * scale + KERNELS[0][0, 0, 0]) * x.max(-1)[..., None]
+
+
 def network(function):
     def loss(kernels, x):
         for kernel in kernels:
@@ -42,7 +48,7 @@ def chains(function):
     return [node.op for node in build(traced).nodes].count("chain")
 
 
-@pytest.mark.parametrize("function", [gelu, swish, in_a_row])
+@pytest.mark.parametrize("function", [gelu, swish, in_a_row, normed])
 def test_is_one_equation(function):
     assert chains(function) == len(KERNELS)
     assert_same(network(function), KERNELS, IMAGE, in_axes=AXES, tiles=(3, 2))
@@ -53,7 +59,8 @@ def test_is_one_equation(function):
     [
         lambda x: jnp.tanh(2 * x + 1),  # one derivative, which reads the result
         lambda x: jnp.cos(jnp.maximum(x, 0) > 0.5).astype(x.dtype) + x,  # not of floats
-        lambda x: x * jax.nn.sigmoid(x - x.mean(-1, keepdims=True)),  # of two arrays
+        lambda x: jax.nn.gelu(x + conv(x, KERNELS[0])),  # of two arrays
+        lambda x: (x - x.mean((0, 1, 2))) * x.var((0, 1, 2)),  # linear but for what is small
         lambda x: x * checkpoint_name(jax.nn.sigmoid(x), "gate") + x,
         lambda x: (y := jax.nn.sigmoid(x)) * x + conv(y, KERNELS[0]),  # something else reads it
     ],

@@ -26,7 +26,8 @@ def arguments(height, width, batch=1):
 
 
 def inner(eqn) -> list:
-    found = [getattr(p, "jaxpr", p) for p in eqn.params.values()]
+    called = [*eqn.params.values(), *eqn.params.get("branches", ())]
+    found = [getattr(p, "jaxpr", p) for p in called]
     return [jaxpr for jaxpr in found if hasattr(jaxpr, "eqns")]
 
 
@@ -46,13 +47,14 @@ def reads(jaxpr) -> int:
     return own + sum(reads(body) for eqn in jaxpr.eqns for body in inner(eqn))
 
 
-def test_inside_only_the_input_is_read_at_a_position_of_the_tile():
+@pytest.mark.parametrize("skip", [False, True])
+def test_inside_only_the_input_is_read_at_a_position_of_the_tile(skip):
     def three(kernel, x):
         for _ in range(3):
             x = jnp.tanh(conv(x, kernel))
         return x
 
-    tiled = jaxtile.checkpoint(three, in_axes=AXES, tiles=(8, 8))
+    tiled = jaxtile.checkpoint(three, in_axes=AXES, tiles=(8, 8), skip=skip)
     kernel, x = normal(0, 3, 3, 1, 1), normal(1, 1, 64, 64, 1)
     border, inside = loops(jax.make_jaxpr(tiled)(kernel, x).jaxpr)
     assert (border[0], inside) == (64 - 36, (36, 1))

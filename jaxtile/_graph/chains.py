@@ -9,22 +9,24 @@ from .._rules import Equation
 from .._rules.chain import Link, chain_p
 from .._rules.elementwise import Elementwise
 from .alike import likeness
+from .nodes import constants
 from .values import Node, Value, is_float
 
 
 def chained(
     nodes: Sequence[Node], readers: Mapping[Value, Sequence[Node]], kept: Collection[Value]
 ) -> list[Node]:
-    """The same nodes, with one in the place of each chain. Nothing else reads, and nothing keeps,
-    what is computed inside of it; and two of its equations have derivatives that read something.
+    """The same nodes, with one in the place of each chain.
+
+    A chain begins with what is an array in any case, a convolution's result or what is kept. What
+    is computed inside of it nothing else reads or keeps. It is worth that if it has a function that
+    is not linear, and two derivatives that read an array.
     """
     origins: dict[Value, list[Value]] = {}
     for node in filter(_is_link, nodes):
-        first, *others = [origins.get(v, [v]) for v in node.inputs if v.tiled]
-        origins[node.outputs[0]] = [
-            node.outputs[0],
-            *(v for v in first if all(v in other for other in others)),
-        ]
+        first, *others = [origins.get(v, [v]) for v in _arrays(node)]
+        common = [v for v in first if all(v in other for other in others)]
+        origins[node.outputs[0]] = [node.outputs[0], *common]
     found, inside = dict[Node, Node](), set[Node]()
     for node in reversed(nodes):
         if node in inside or not _is_link(node):
@@ -32,9 +34,9 @@ def chained(
         for origin in reversed(origins[node.outputs[0]][1:]):
             links = _between(origin, node)
             inner = [link.outputs[0] for link in links[:-1]]
-            read = all(reader in links for v in inner for reader in readers[v])
-            if read and inside.isdisjoint(links) and not any(v in kept for v in inner):
-                if sum(map(_reads, links)) > 1:
+            alone = all(reader in links for v in inner for reader in readers[v])
+            if alone and _is_array(origin, kept) and not any(v in kept for v in inner):
+                if inside.isdisjoint(links) and _is_worth_it(links):
                     found[node] = _chain(origin, links)
                     inside.update(links)
                 break
@@ -42,28 +44,44 @@ def chained(
 
 
 def _is_link(node: Node) -> bool:
-    """Does it compute, of floating-point arrays and numbers, another array of their shape?"""
+    """Does it compute an array of floating-point numbers, position by position, from some that are
+    as large, and perhaps smaller ones?
+    """
     if not node.tiled or type(rules.find(node.equation.primitive)) is not Elementwise:
         return False
-    arrays = [v for v in (*node.inputs, *node.outputs) if v.tiled]
+    (result, *others), arrays = node.outputs, _arrays(node)
     return (
-        len(node.outputs) == 1
+        not others
         and not node.flat
         and not node.equation.effects
-        and all(is_float(v) and v.aval.shape == node.outputs[0].aval.shape for v in arrays)
-        and all(v.tiled or _is_number(v) for v in node.inputs)
-        and any(v.tiled for v in node.inputs)
+        and bool(arrays)
+        and all(is_float(v) for v in (*node.inputs, result))
+        and all(v.axes == result.axes for v in arrays)
     )
+
+
+def _arrays(node: Node) -> list[Value]:
+    """The operands that are as large as the result."""
+    return [v for v in node.inputs if v.aval.shape == node.outputs[0].aval.shape]
+
+
+def _is_array(value: Value, kept: Collection[Value]) -> bool:
+    return value.node is None or value in kept or not value.node.fuses
+
+
+def _is_worth_it(nodes: Sequence[Node]) -> bool:
+    bends = any(node.traits.linear is None for node in nodes)
+    return bends and sum(map(_reads, nodes)) > 1
+
+
+def _reads(node: Node) -> bool:
+    """Does its derivative read an array: its operand, or its result?"""
+    linear = node.traits.linear
+    return linear != "sum" and (linear is None or not any(map(_is_number, node.inputs)))
 
 
 def _is_number(value: Value) -> bool:
     return value.concrete and not value.aval.shape
-
-
-def _reads(node: Node) -> bool:
-    """Does its derivative read its operand or its result?"""
-    linear = node.traits.linear
-    return linear != "sum" and (linear is None or all(v.tiled for v in node.inputs))
 
 
 def _between(origin: Value, last: Node) -> list[Node]:
@@ -71,8 +89,8 @@ def _between(origin: Value, last: Node) -> list[Node]:
     found: dict[Node, None] = {}
 
     def visit(node: Node) -> None:
-        for value in node.inputs:
-            if value.tiled and value is not origin and value.node not in found:
+        for value in _arrays(node):
+            if value is not origin and value.node not in found:
                 assert value.node is not None
                 visit(value.node)
         found[node] = None
@@ -82,7 +100,10 @@ def _between(origin: Value, last: Node) -> list[Node]:
 
 
 def _chain(origin: Value, nodes: Sequence[Node]) -> Node:
-    numbers = {origin: 0} | {node.outputs[0]: k for k, node in enumerate(nodes, start=1)}
+    inner = {node.outputs[0] for node in nodes}
+    read = dict.fromkeys(v for node in nodes for v in node.inputs)
+    operands = [origin, *(v for v in read if v not in (*inner, origin) and not _is_number(v))]
+    numbers = {v: i for i, v in enumerate([*operands, *(node.outputs[0] for node in nodes)])}
     links = [
         Link(
             node.equation,
@@ -96,14 +117,15 @@ def _chain(origin: Value, nodes: Sequence[Node]) -> Node:
     equation = Equation(
         primitive=chain_p,
         params={"links": links},
-        in_avals=(origin.aval,),
-        in_axes=(origin.axes,),
+        in_avals=tuple(v.aval for v in operands),
+        in_axes=tuple(v.axes for v in operands),
         out_avals=last.equation.out_avals,
         out_axes=last.equation.out_axes,
+        constant=constants(operands),
         source_infos=last.equation.source_infos,
         inside=last.equation.inside,
     )
-    node = Node(equation, (origin,))
+    node = Node(equation, tuple(operands))
     node.outputs = last.outputs
     for value in node.outputs:
         value.node = node

@@ -2,12 +2,13 @@
 
 Read `registry` first: what a rule is. Importing this package fills the table there. The rules are
 in `elementwise`, `shape`, `reshape`, `generated`, `placement`, `windowed`, `contraction`, `gather`,
-`updates`, `clamp` and `reductions`; those of `custom_jvp`, `custom_vjp` and `cond` in
+`updates`, `clamp`, `chain` and `reductions`; those of `custom_jvp`, `custom_vjp` and `cond` in
 `jaxtile._derivatives`. The other files have none. `traits` says what else is known of a primitive,
 and `accumulation` what a reduction over tiles is. `convolve` (with `planes`, `products`,
 `transposes` and `dimension_order`) and `max_pool` have gradients that are faster than JAX's; these
-are stated by `derivative`, and `plainly` says where they are not used. `guard` is an identity that
-refuses to be differentiated, and `manual` is for arrays in a `jax.shard_map`.
+are stated by `derivative`, `late` lets them wait, and `plainly` says where they are not used.
+`guard` is an identity that refuses to be differentiated, and `manual` is for arrays in a
+`jax.shard_map`.
 """
 
 from . import chain as chain

@@ -24,21 +24,20 @@ chain_p = Primitive("chain")
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """An equation of a chain, and its operands: constants, or the numbers of what they are. 0 is
-    the chain's operand, and k the result of its k-th equation.
+    """An equation of a chain, and its operands: numbers that are known; or else those of the chain,
+    and after these the results of its equations, by their places.
     """
 
     equation: Equation
-    operands: Sequence[Any]
-    numbers: Sequence[int | None]
-    """Of each operand; None: it is a constant."""
+    known: Sequence[Any]
+    places: Sequence[int | None]
+    """Of each operand; None: it is known."""
     like: Hashable
     """The same for equations that are alike."""
 
     def __call__(self, found: Sequence[jax.Array]) -> jax.Array:
-        pairs = zip(self.operands, self.numbers, strict=True)
-        operands = [x if k is None else found[k] for x, k in pairs]
-        (result,) = self.equation.bind(*operands)
+        pairs = zip(self.known, self.places, strict=True)
+        (result,) = self.equation.bind(*(x if k is None else found[k] for x, k in pairs))
         return result
 
 
@@ -47,8 +46,8 @@ class Chain(Elementwise):
     def bind(
         self, primitive: Any, operands: Sequence[jax.Array], params: Mapping[str, Any]
     ) -> list[jax.Array]:
-        def run(x: jax.Array) -> jax.Array:
-            found = [x]
+        def run(*operands: jax.Array) -> jax.Array:
+            found = [*operands]
             for link in params["links"]:
                 found.append(link(found))
             return found[-1]
@@ -56,4 +55,4 @@ class Chain(Elementwise):
         return [jax.checkpoint(run)(*operands)]
 
     def likeness(self, eqn: Equation) -> Hashable:
-        return tuple((link.like, tuple(link.numbers)) for link in eqn.params["links"])
+        return tuple((link.like, tuple(link.places)) for link in eqn.params["links"])

@@ -89,7 +89,11 @@ def _used(jaxpr: Any, wanted: Sequence[bool]) -> list[bool]:
         outs = [id(v) in live for v in eqn.outvars]
         if any(outs):
             called = any_call(eqn)
-            ins = [True for _ in eqn.invars] if called is None else _used(called.jaxpr, outs)
+            ins = (
+                [True for _ in eqn.invars]
+                if called is None
+                else _used(getattr(called, "jaxpr", called), outs)
+            )
             live.update(id(v) for v, u in zip(eqn.invars, ins, strict=True) if u)
     return [id(v) in live for v in jaxpr.invars]
 
