@@ -103,6 +103,7 @@ def measured(offload: bool | int) -> None:
         print(found, flush=True)
     device = jax.devices()[0].device_kind
     kind = ", frozen statistics" if _FROZEN.value else ", dense" if _DENSE.value else ""
+    kind += f", {_BLANK.value:.0%} blank, tiles skipped" if skipping() else ""
     print(
         f"\n{_MODEL.value}{kind}, {_DTYPE.value}, within {_BUDGET.value}; {device}, "
         f"jax {jax.__version__}"

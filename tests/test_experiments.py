@@ -31,8 +31,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
             ["| 32 x 32 |", "vgg16, bfloat16, within 40MB"],
         ),
         (
-            ["experiments.gigapixel", "--size=64", "--width=2", "--budget=40MB", "--dense"],
-            ["| 64 x 64 |", "vgg16, dense, bfloat16, within 40MB"],
+            [
+                "experiments.gigapixel",
+                "--size=64",
+                "--width=2",
+                "--budget=40MB",
+                "--dense",
+                "--blank=0.8",
+            ],
+            ["| 64 x 64 |", "vgg16, dense, 80% blank, tiles skipped, bfloat16, within 40MB"],
         ),
     ],
     ids=["grids", "largest", "gigapixel", "dense gigapixel"],
