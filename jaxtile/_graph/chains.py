@@ -23,19 +23,25 @@ def chained(
     is not linear, and two derivatives that read an array.
     """
     origins: dict[Value, list[Value]] = {}
+
+    def starts(value: Value) -> list[Value]:
+        """The arrays that it is computed from, each alone, the nearest first."""
+        return [value] * _is_array(value, kept) + origins.get(value, [])
+
     for node in filter(_is_link, nodes):
-        first, *others = [origins.get(v, [v]) for v in _arrays(node)]
-        common = [v for v in first if all(v in other for other in others)]
-        origins[node.outputs[0]] = [node.outputs[0], *common]
+        first, *others = map(starts, _arrays(node))
+        origins[node.outputs[0]] = [v for v in first if all(v in other for other in others)]
+    order = {node: i for i, node in enumerate(nodes)}
     found, inside = dict[Node, Node](), set[Node]()
     for node in reversed(nodes):
         if node in inside or not _is_link(node):
             continue
-        for origin in reversed(origins[node.outputs[0]][1:]):
-            links = _between(origin, node)
+        for origin in reversed(origins[node.outputs[0]]):
+            links = sorted(_between(origin, node), key=order.__getitem__)
             inner = [link.outputs[0] for link in links[:-1]]
-            alone = all(reader in links for v in inner for reader in readers[v])
-            if alone and _is_array(origin, kept) and not any(v in kept for v in inner):
+            between = {*links}
+            alone = all(reader in between for v in inner for reader in readers[v])
+            if alone and not any(v in kept for v in inner):
                 if inside.isdisjoint(links) and _is_worth_it(links):
                     found[node] = _chain(origin, links)
                     inside.update(links)
@@ -84,19 +90,16 @@ def _is_number(value: Value) -> bool:
     return value.concrete and not value.aval.shape
 
 
-def _between(origin: Value, last: Node) -> list[Node]:
-    """The nodes that compute the result of `last` from `origin`, in order."""
-    found: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        for value in _arrays(node):
+def _between(origin: Value, last: Node) -> set[Node]:
+    """The nodes that compute the result of `last` from `origin`."""
+    found, ahead = {last}, [last]
+    while ahead:
+        for value in _arrays(ahead.pop()):
             if value is not origin and value.node not in found:
                 assert value.node is not None
-                visit(value.node)
-        found[node] = None
-
-    visit(last)
-    return list(found)
+                found.add(value.node)
+                ahead.append(value.node)
+    return found
 
 
 def _chain(origin: Value, nodes: Sequence[Node]) -> Node:
