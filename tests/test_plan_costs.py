@@ -226,3 +226,48 @@ def test_measured_times_are_used():
     assert long.of(few) == pytest.approx(10 * forward.of(few))
     longer = dataclasses.replace(table, long=(2**14 + 1, 10.0))
     assert longer.durations(part.operation, part.sample)[0].whole == pytest.approx(forward.whole)
+
+
+def test_a_chain_takes_what_it_was_measured_to_take():
+    """It comes on top of the convolution, before or after; if it was not measured, as a pass over
+    memory does. Those of one function are of one class, whatever is scaled or added beside it.
+    """
+
+    def network(w, b, x):
+        x = jax.lax.conv(x, w, (1, 1), "SAME")
+        return jax.lax.conv(jax.nn.silu(x + b), w, (1, 1), "SAME").sum()
+
+    def plain(w, b, x):
+        return jax.lax.conv(jax.lax.conv(x, w, (1, 1), "SAME"), w, (1, 1), "SAME").sum()
+
+    args = (jnp.ones((4, 4, 3, 3)), jnp.ones((4, 1, 1)), jnp.ones((1, 4, 64, 64)))
+    axes = (None, None, (2, 3))
+    none, view = (jaxtile.policy.outline(f, *args, in_axes=axes) for f in (plain, network))
+    (name,) = (n for n in unknown(view, BUILT_IN["cpu"]) if n not in unknown(none, BUILT_IN["cpu"]))
+    assert name.startswith("chain logistic float")
+    size = args[2].size
+
+    def beyond(costs):
+        return [
+            sum(d[i].whole for d in durations(view, costs).values())
+            - sum(d[i].whole for d in durations(none, costs).values())
+            for i in (0, 1)
+        ]
+
+    bare = dataclasses.replace(BUILT_IN["cpu"], start=0.0)
+    passing = 2 * args[2].nbytes / bare.bandwidth
+    assert beyond(bare) == pytest.approx([passing, passing * bare.backward["other"]])
+    times = {name: (Timing(size // 2, 1.0, 3.0),)}
+    assert beyond(dataclasses.replace(bare, classes=times)) == pytest.approx([2.0, 6.0])
+
+
+def test_a_chain_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXTILE_COSTS", str(tmp_path / "costs.json"))
+    args = (jnp.ones((3, 3)), jnp.ones((8, 8, 3)))
+    view = jaxtile.policy.outline(
+        lambda w, x: jnp.sum(jax.nn.gelu(x @ w) @ w), *args, in_axes=(None, (0, 1))
+    )
+    found = with_measured(view, BUILT_IN["cpu"], lambda line: None).classes
+    (times,) = (t for n, t in found.items() if n.startswith("chain integer_pow tanh float"))
+    assert [t.positions for t in times] == [2 * 2 * 3, 8 * 8 * 3]
+    assert all(t.forward > 0 and t.gradient > 0 for t in times)

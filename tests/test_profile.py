@@ -141,6 +141,36 @@ kind=kLoop, calls=%wrapped_dynamic-slice_computation
     assert {e.kernel: e.region for e in events} == kernels
 
 
+def test_a_kernel_in_a_graph_is_the_next_product(tmp_path):
+    """On a GPU a graph of kernels has one name, and a library's kernels in it have none of ours."""
+    product = 'custom-call(%x, %x), custom_call_target="__cublas$lt$matmul", metadata={op_name='
+    program = f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  %product.1 = f32[8,8]{{1,0}} {product}"jit(step)/jvp()/dot_general"}}
+  %tanh.1 = f32[8,8]{{1,0}} tanh(%product.1), metadata={{op_name="jit(step)/jvp()/tanh"}}
+  %product.2 = f32[8,8]{{1,0}} {product}"jit(step)/transpose(jvp())/dot_general"}}
+  ROOT %sine.1 = f32[8,8]{{1,0}} sine(%product.2), metadata={{op_name="jit(step)/sin"}}
+}}
+"""
+    ran = ["nvjet_128x128", "tanh_1", "Memset", "nvjet_128x128", "sine_1"]
+    regions = ["forward", "forward", "moved", "backward", "update"]
+    args = {"hlo_module": "jit_step", "hlo_op": "command_buffer_1"}
+    found = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+        {"ph": "M", "pid": 1, "tid": 2, "name": "thread_name", "args": {"name": "Stream #1"}},
+        {"ph": "X", "pid": 9, "tid": 9, "name": "jaxtile_step", "ts": 0, "dur": 100},
+    ]
+    for i, kernel in reversed([*enumerate(ran)]):
+        event = {"ph": "X", "pid": 1, "tid": 2, "name": kernel, "ts": 10 * i + 20, "dur": 5}
+        found.append({**event, "args": args})
+    with gzip.open(tmp_path / "one.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": found}, file)
+    _, events = profile.read(tmp_path, program)
+    assert [(e.kernel, e.region) for e in events] == list(zip(ran, regions, strict=True))
+
+
 def test_an_empty_profile_is_said(tmp_path):
     program = compiled(None)
     traced(program, tmp_path, steps=0)

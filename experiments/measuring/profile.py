@@ -11,8 +11,10 @@ program's text has, for each instruction, the path by which JAX came to it: unde
 the backward pass, and below `rematted_computation` it is computed again. What only copies is
 `moved`, wherever it is. What is under no derivative is the `update`: the optimiser, and checks.
 
-Limits: a fusion counts as what its last operation is. On a CPU an operation on several threads is
-seen on the one that began it, so some of what looks like waiting is work.
+Limits: a fusion counts as what its last operation is. On a GPU a library's kernel in a graph of
+kernels is known by nothing; it counts as the matrix product that the program runs next. On a CPU an
+operation on several threads is seen on the one that began it, so some of what looks like waiting is
+work.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ from jaxtile._run.recompute import RECOMPUTED
 from jaxtile.policy import Outline
 
 _STEP = "jaxtile_step"
-REGIONS = ("forward", "recomputed", "backward", "moved", "update", "other programs", "waiting")
+REGIONS = (
+    *("forward", "recomputed", "backward", "moved", "update", "other programs"),
+    *("waiting", "starting"),
+)
 _INSIDE = ("while", "conditional", "call", "async-start", "async-done")  # they run what is in them
 _MOVES = frozenset(
     """
@@ -88,12 +93,11 @@ def read(folder: pathlib.Path, text: str) -> tuple[list[tuple[float, float]], li
     name = text.split(maxsplit=2)[1].rstrip(",")
     computations = {} if module is None else module.computations
     known = {it.name: it for c in computations.values() for it in c}
+    products = None if module is None else Products(module)
     # What runs beside the others has a kernel, and no instruction, to be known by.
     kernels = {_kernel(name): it for it in known.values() for name in (it.name, *it.called[:1])}
     steps, events = [], []
-    for e in found:
-        if e.get("ph") != "X":
-            continue
+    for e in sorted((e for e in found if e.get("ph") == "X"), key=lambda e: e["ts"]):
         start, end = e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6
         on_device = "/device:" in lines.get((e["pid"], None), "")
         stream = lines.get((e["pid"], e["tid"]), "").startswith("Stream")
@@ -101,8 +105,11 @@ def read(folder: pathlib.Path, text: str) -> tuple[list[tuple[float, float]], li
         if e["name"] == _STEP:
             steps.append((start, end))
         elif (on_device and stream) or (op and not on_device):
-            own = e.get("args", {}).get("hlo_module", name) == name
+            its_module = e.get("args", {}).get("hlo_module")
+            own = its_module in (None, name)
             it = known.get(op, kernels.get(e["name"])) if own else None
+            if products and (it or (its_module == name and not _moves(e["name"]))):
+                it = products.after(it)
             if it is not None and it.opcode in _INSIDE:
                 continue
             events.append(_event(e["name"], own, it, computations, start, end))
@@ -119,12 +126,38 @@ def _kernel(name: str) -> str:
     return name.replace("_computation", "").replace(".", "_").replace("-", "_")
 
 
+class Products:
+    """Matrix products of a program, in the order in which they run."""
+
+    def __init__(self, module: hlo.HloModule) -> None:
+        self._next: dict[str, hlo.HloInstruction | None] = {}
+        for instructions in module.computations.values():
+            found = next(filter(_is_product, instructions), None)  # in the next iteration, or step
+            for it in reversed(instructions):
+                self._next[it.name] = found
+                found = it if _is_product(it) else found
+        self._last = module.computations[module.entry][-1]
+
+    def after(self, it: hlo.HloInstruction | None) -> hlo.HloInstruction | None:
+        """This instruction, which runs now; None: the product that comes after the last one."""
+        it = it or self._next[self._last.name]
+        self._last = it or self._last
+        return it
+
+
+def _is_product(it: hlo.HloInstruction) -> bool:
+    return it.opcode == "custom-call" and "cublas" in it.attributes
+
+
+def _moves(kernel: str) -> bool:
+    return "memcpy" in kernel.lower() or "memset" in kernel.lower()
+
+
 def _event(
     kernel: str, own: bool, it: hlo.HloInstruction | None, computations: Any, *when: float
 ) -> Event:
     if it is None:
-        moves = "memcpy" in kernel.lower() or "memset" in kernel.lower()
-        return Event(kernel, "moved" if moves else "other programs", "", *when)
+        return Event(kernel, "moved" if _moves(kernel) else "other programs", "", *when)
     opcodes = {it.opcode}
     if it.opcode in ("fusion", "fusion-start"):
         inside = [i for c in it.called for i in computations.get(c, ())]
@@ -177,7 +210,8 @@ def _by_region(
     number, wall = len(steps), sum(end - start for start, end in steps)
     clipped = [(e.start, min(e.end, b)) for e in events for a, b in steps if a <= e.start < b]
     seconds = {name: sum(e.end - e.start for e in events if e.region == name) for name in REGIONS}
-    seconds["waiting"] = wall - busy(clipped)
+    seconds["starting"] = wall - sum(_lasting(clipped, *step) for step in steps)
+    seconds["waiting"] = wall - seconds["starting"] - busy(clipped)
     lines = [f"{wall / number:.4g} s a step, of {number} that were traced"]
     rows = [("region", "ms a step", "share", "predicted, ms")]
     for name, taken in seconds.items():
@@ -185,6 +219,12 @@ def _by_region(
         if taken or name in predicted:
             rows.append((name, f"{taken / number * 1e3:.4g}", f"{taken / wall:.1%}", expected))
     return [*lines, *_aligned(rows)]
+
+
+def _lasting(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds from the beginning of the first of those in a step to the end of the last."""
+    inside = [(a, b) for a, b in spans if start <= a < end]
+    return max(b for _, b in inside) - inside[0][0] if inside else 0.0
 
 
 def _by_kernel(number: int, events: Sequence[Event]) -> list[str]:

@@ -4,6 +4,10 @@ How long a convolution takes cannot be told from its arithmetic: a 7 x 7 kernel 
 at a tenth of the rate of one on 64. It can be measured, and what was measured holds for all
 equations of its *class*: the same primitive, parameters, types and channels, on any number of
 positions. A network has few classes, and networks share them.
+
+Nor can it be told from the memory that it moves how long a GELU takes: its arithmetic can take
+longer. A chain (`_rules.chain`) is measured too, and what it takes comes on top of the operation
+that it is part of. Of chains, those of the same functions and type are of one class.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from typing import Any
 import jax
 from jax.extend.core.primitives import conv_general_dilated_p
 
-from .._rules import Axes, Equation
+from .._rules import Axes, Equation, traits
+from .._rules.chain import chain_p
 from .._rules.planes import wide_bytes
 from .values import Graph, Node, Value, is_float
 
@@ -31,13 +36,19 @@ class Sample:
     axes: tuple[Axes, ...]
     differentiated: tuple[bool, ...]
     prepared: int = 0
-    """Bytes of those operands that the same operation computes first: of the normalised image that
-    a convolution reads, say. What follows a convolution a compiler makes part of it, but not what
-    it reads."""
+    """Bytes of those operands that the same operation computes first, but not by a chain: of the
+    normalised image that a convolution reads, say. What follows a convolution a compiler makes part
+    of it, but not what it reads."""
+    chains: tuple[Sample, ...] = ()
+    """The chains of the same operation, before or after the equation."""
 
     @property
     def shape_class(self) -> str:
         """A text that equations share if they differ in nothing but the number of positions."""
+        if self.equation.primitive is chain_p:
+            links = [link.equation.primitive for link in self.equation.params["links"]]
+            names = [p.name for p in links if traits(p).linear is None]
+            return f"chain {' '.join(names)} {self.equation.out_avals[0].dtype}"
         operands = zip(self.equation.in_avals, self.axes, self.differentiated, strict=True)
         words = [self.equation.primitive.name]
         for aval, axes, differentiated in operands:
@@ -65,7 +76,9 @@ class Sample:
         ]
 
     def positions(self, smaller: int = 1) -> int:
-        """Of the operand that has the most."""
+        """Of the operand that has the most; of a chain each element is one."""
+        if self.equation.primitive is chain_p:
+            return math.prod(self.operands(smaller)[0].shape)
         return max(
             math.prod(n for n, a in zip(x.shape, axes, strict=True) if a is not None)
             for x, axes in zip(self.operands(smaller), self.axes, strict=True)
@@ -77,16 +90,26 @@ def sample_of(nodes: Sequence[Node], trained: Collection[Value]) -> Sample | Non
 
     `trained`: values that have gradients.
     """
-    found = [n for n in nodes if n.tiled and n.works]
+    chains = [n for n in nodes if n.tiled and n.equation.primitive is chain_p]
+    found = [n for n in nodes if n.tiled and n.works] or chains
     if len(found) != 1:
         return None
     (node,) = found
-    arrays = [v.array for v in node.inputs]
+    others = [n for n in chains if n is not node]
+    made = {v for n in others for v in n.outputs}
+    first = {v.array for v in node.inputs if v.tiled and v.array not in made}
+    return dataclasses.replace(
+        _sample(node, trained),
+        prepared=sum(v.bytes for v in first if _computes(v, nodes)),
+        chains=tuple(_sample(n, trained) for n in others),
+    )
+
+
+def _sample(node: Node, trained: Collection[Value]) -> Sample:
     return Sample(
         node.equation,
         tuple(v.axes for v in node.inputs),
-        tuple(v in trained for v in arrays),
-        sum(v.bytes for v in arrays if v.tiled and _computes(v, nodes)),
+        tuple(v.array in trained for v in node.inputs),
     )
 
 

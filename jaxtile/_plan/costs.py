@@ -108,16 +108,35 @@ class Costs:
             gradient = self._measured(sample, counts, [t.gradient for t in known])
         if sample is not None and operation.kind == "convolution":
             forward, gradient = (self._with_long(sample, d) for d in (forward, gradient))
-        if sample is None or not sample.prepared:
+        if sample is None:
             return forward, gradient
-        before = 2 * sample.prepared / self.bandwidth  # about as much is read as is written
-        return self._after(before, forward), self._after(self.backward["other"] * before, gradient)
+        first, back = self._beside(sample)
+        return self._with(first, forward), self._with(back, gradient)
 
-    def _after(self, before: float, duration: Duration) -> Duration:
-        """Of something that comes after something else, which takes so long."""
+    def _beside(self, sample: Sample) -> tuple[float, float]:
+        """What the rest of its operation takes, forwards and backwards."""
+        forward, gradient = self._passing(sample.prepared)
+        for chain in sample.chains:
+            if known := self.classes.get(chain.shape_class):
+                counts = [t.positions for t in known]
+                forward += self._measured(chain, counts, [t.forward for t in known]).whole
+                gradient += self._measured(chain, counts, [t.gradient for t in known]).whole
+            else:
+                (result,) = chain.equation.out_avals
+                both = self._passing(result.size * result.dtype.itemsize)
+                forward, gradient = forward + both[0], gradient + both[1]
+        return forward, gradient
+
+    def _passing(self, size: int) -> tuple[float, float]:
+        """Of a result of so many bytes: about as much is read as is written."""
+        forward = 2 * size / self.bandwidth
+        return forward, self.backward["other"] * forward
+
+    def _with(self, seconds: float, duration: Duration) -> Duration:
+        """Of something, and of what takes so long in proportion."""
         points = zip(duration.shares, duration.seconds, strict=True)
-        seconds = tuple(t + self.tile * share * before for share, t in points)
-        return Duration(duration.whole + before, duration.shares, seconds)
+        both = tuple(t + self.tile * share * seconds for share, t in points)
+        return Duration(duration.whole + seconds, duration.shares, both)
 
     def _by_rate(self, whole: float) -> Duration:
         """A part of it takes as much less, but no less than it takes to start it."""

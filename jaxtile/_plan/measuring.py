@@ -40,11 +40,11 @@ def unknown(outline: Outline, costs: Costs, least: float = 0.0) -> dict[str, Sam
     seconds: dict[str, float] = collections.defaultdict(float)
     estimated = durations(outline, costs)
     for k, part in enumerate(outline.parts):
-        sample = part.sample
-        if sample is not None and sample.shape_class not in costs.classes:
+        for sample in (part.sample, *part.sample.chains) if part.sample else ():
             name = sample.shape_class
-            found[name] = max(found.get(name, sample), sample, key=Sample.positions)
-            seconds[name] += sum(d.whole for d in estimated.get(k, ()))
+            if name not in costs.classes:
+                found[name] = max(found.get(name, sample), sample, key=Sample.positions)
+                seconds[name] += sum(d.whole for d in estimated.get(k, ()))
     order = sorted(found, key=lambda name: -seconds[name])
     least *= _seconds(outline, costs)
     return {name: found[name] for name in order if seconds[name] >= least}
