@@ -135,6 +135,40 @@ def test_bytes_of_cotangents_apart_from_sums():
     assert needs[second] >= 4 * size
 
 
+@pytest.mark.parametrize("mode", [Mode("whole"), Mode((4, 4), tiled_forward=True)])
+def test_bytes_of_what_statistics_follow(mode):
+    """Their cotangents come back to where it was computed. In one piece they are added to its own,
+    beside which it is; each tile reads its window of what was kept, and so all of that is there.
+    """
+
+    def fun(kernels, x, *, norm):
+        y = checkpoint_name(conv(jnp.tanh(conv(x, kernels[0])), kernels[1]), "y")
+        scale = jax.lax.rsqrt(jnp.var(y, (0, 1, 2)) + 1) if norm else 1.0
+        return jnp.sum(jnp.sin(conv(y * scale, kernels[2])))
+
+    kernels = [jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float64)] * 3
+    x = jax.ShapeDtypeStruct((1, 64, 64, 8), jnp.float64)
+
+    def backward(norm, state):
+        given = functools.partial(fun, norm=norm)
+        costs = Assignments(
+            jaxtile.policy.outline(given, kernels, x, in_axes=AXES), BUILT_IN["gpu"]
+        )
+        names = [part.name for part in costs.facts.outline.parts]
+        states = [state if name == "y" else INSIDE for name in names]
+        after = costs.facts.n - names.index("y") - 1
+        modes = [mode] * (costs.facts.n - after) + [Mode((4, 4), tiled_forward=True)] * after
+        found = costs.estimate(costs.assignment(states, modes))
+        (region,) = (r for r in found.regions if r.end == names.index("y"))
+        return region.cost.backward / costs.facts.bytes[region.end]
+
+    if mode.grid == "whole":
+        assert backward(True, KEPT) == backward(True, PASSING) >= 2
+    else:
+        assert backward(True, KEPT) == pytest.approx(backward(True, PASSING) + 1)
+        assert backward(False, KEPT) == backward(False, PASSING)
+
+
 def test_near_the_best_of_all_assignments():
     """An exhaustive search over the states of four results, in one mode each, is the oracle."""
     costs = assignments(layers=4)

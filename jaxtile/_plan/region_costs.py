@@ -88,6 +88,11 @@ class RegionCosts:
             ends = share[end] * facts.bytes[end] if state == HOSTED else 0.0
             forward, held = forward + ahead + ends, held + 2 * ahead + sums + ends
         given = self._given(region, state in (KEPT, HOSTED, RESTORED))
+        if any(end in facts.inputs[k] for k in region.own):  # reductions follow the result
+            if region.mode.grid == "whole":  # their cotangents are added to its, by its positions
+                held = max(held, 2 * facts.bytes[end])
+            elif state == KEPT:  # each tile reads its window of what was kept
+                held += facts.bytes[end]
         seconds = first + tile.again + (0.0 if given else tile.last)
         return Cost(seconds, forward, max(held, tile.before), first)
 

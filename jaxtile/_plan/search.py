@@ -229,8 +229,9 @@ class Search:
         """Bytes of the model at which the compiled program should just fit.
 
         They are taken to be in proportion, as in the smallest trial that does not fit, or else in
-        the largest that does. The answer lies between these two: in the middle, if by that
-        proportion it does not. The model errs differently in schedules of each kind.
+        the largest that does. Between these two they are taken to grow along a straight line; the
+        answer is in the middle, if that has them lie outside. The model errs differently in
+        schedules of each kind.
         """
         wanted = self.budget - self.fixed
         trials = [
@@ -243,10 +244,10 @@ class Search:
         if not misfits:
             return max(fits[0] * _AIM * wanted / max(fits[1], 1), fits[0])
         x, y = min(misfits)
-        guess = x * _AIM * wanted / y
-        if fits[0] and guess <= fits[0]:  # what is too much is so for a moment only
-            return (fits[0] + x) / 2
-        return min(guess, x - 0.02 * (x - fits[0]))
+        if not fits[0]:
+            return min(x * _AIM * wanted / y, 0.98 * x)
+        guess = fits[0] + (x - fits[0]) * (_AIM * wanted - fits[1]) / (y - fits[1])
+        return guess if guess > fits[0] else (fits[0] + x) / 2
 
     def _try(self, candidate: Candidate, as_it_runs: bool = False) -> None:
         """Compile a schedule and note its bytes, unless the function refuses one of its grids."""
