@@ -45,7 +45,7 @@ import jaxtile
 from jaxtile._amounts import digits
 
 from . import data
-from .data import Scale, range_of
+from .data import Scale, not_listed, range_of
 from .images import Image, ImageError, open_image, resized
 from .predicting.network import Map, Network, PredictionError, times
 from .predicting.pixels import writing
@@ -143,6 +143,10 @@ def _run(options: Any) -> None:
     with contextlib.ExitStack() as stack:
         network = load_network(options.workdir)
         image = open_image(options.image, network.learned.spatial, _level(options, network))
+        if warning := not_listed(
+            image.path, image.nodata, image.dtype, network.nodata, trained=True
+        ):
+            print(warning, flush=True)
         image = stack.enter_context(resized(image, network.resize) if network.resize else image)
         if options.probabilities and not network.learned.task.has_probabilities:
             raise ConfigError("--probabilities: this network's task has none")

@@ -129,6 +129,22 @@ def test_segmentation_without_padding(tmp_path, capsys):
     )
 
 
+def test_pixels_without_data_that_training_did_not_leave_out(tmp_path, capsys):
+    """The file says that there are such; the network takes them as any others, which is said."""
+    trained(tmp_path / "run", colours=1, channels=2, depth=1, padding="SAME")
+    tags = [(42113, "s", 0, "255", True)]
+    tifffile.imwrite(tmp_path / "image.tif", np.zeros((16, 16), np.uint8), extratags=tags)
+    run(tmp_path / "run", tmp_path / "image.tif", tmp_path / "mask.npy")
+    printed = capsys.readouterr().out
+    assert "image.tif says that pixels of 255.0 have no data, but the network was" in printed
+    assert "without `data.nodata = (255.0,)`" in printed
+    (tmp_path / "run/config.json").write_text(
+        (tmp_path / "run/config.json").read_text().replace('"nodata": []', '"nodata": [255]')
+    )
+    run(tmp_path / "run", tmp_path / "image.tif", tmp_path / "mask.npy")
+    assert "have no data" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_values_that_are_not_of_8_bits(tmp_path, capsys):
     """By the range of training, by the image's own, or by what the command says; it is printed."""

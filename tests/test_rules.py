@@ -227,6 +227,32 @@ cases(
     choose=lambda p, x: x[..., jnp.array([2, 0, 2])],
 )
 
+
+def symmetric(x):
+    """A positive definite 2 x 2 matrix at each position: a structure tensor, for instance."""
+    m = x.reshape(*x.shape[:-1], 2, 2)
+    return m @ m.swapaxes(-1, -2) + jnp.eye(2)
+
+
+cases(
+    "matrices",
+    factors=lambda p, x: [
+        jnp.linalg.cholesky(symmetric(x)),
+        jnp.linalg.det(symmetric(conv(x, p["w"]))),
+        jnp.linalg.slogdet(symmetric(x))[1],
+    ],
+    values=lambda p, x: [
+        jnp.linalg.eigvalsh(symmetric(x)),
+        jnp.abs(jnp.linalg.eigh(symmetric(x))[1]),
+        jnp.linalg.svd(x.reshape(2, 12, 10, 2, 2), compute_uv=False),
+    ],
+    triangles=lambda p, x: jax.scipy.linalg.solve_triangular(
+        jnp.linalg.cholesky(symmetric(x)), x[..., :2, None], lower=True
+    ),
+    orthogonal=lambda p, x: jnp.abs(jnp.linalg.qr(x.reshape(2, 12, 10, 2, 2) + jnp.eye(2))[1]),
+    before_windows=lambda p, x: conv(jnp.linalg.cholesky(symmetric(x)).reshape(x.shape), p["w"]),
+)
+
 cases(
     "generated",
     coordinates=lambda p, x: x * jnp.arange(10)[:, None] + jnp.linspace(-1, 1, 12)[:, None, None],

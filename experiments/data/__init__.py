@@ -39,6 +39,7 @@ from ._own import Own as Own
 from ._regions import read_regions
 from ._scale import Scale as Scale
 from ._scale import check_channels as check_channels
+from ._scale import not_listed as not_listed
 from ._scale import read_pixels as read_pixels
 from ._scan import range_of as range_of
 from ._synthetic import Cells as Cells

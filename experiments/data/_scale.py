@@ -142,9 +142,16 @@ def is_nodata(values: np.ndarray, nodata: Sequence[float]) -> np.ndarray:
 
 
 def not_listed(
-    path: Path, declared: float | None, dtype: np.dtype, nodata: Sequence[float]
+    path: Path,
+    declared: float | None,
+    dtype: np.dtype,
+    nodata: Sequence[float],
+    trained: bool = False,
 ) -> str | None:
-    """A warning, if a file names a value of pixels without data, and `nodata` does not."""
+    """A warning, if a file names a value of pixels without data, and `nodata` does not.
+
+    `trained`: is it too late to change that?
+    """
     if declared is None:
         return None
     with np.errstate(over="ignore", invalid="ignore"):
@@ -152,10 +159,11 @@ def not_listed(
     if is_nodata(value, nodata)[0] or (dtype.kind != "f" and value[0, 0] != declared):
         return None  # no integer is a fraction, or NaN
     text = 'float("nan")' if np.isnan(declared) else repr(declared)
-    return (
-        f"warning: {path} says that pixels of {declared} have no data, but here they count as any "
-        f"others: `data.nodata = ({text},)` leaves them out"
-    )
+    option = f"`data.nodata = ({text},)`"
+    but = f"the network was trained without {option}, and takes them as any others"
+    if not trained:
+        but = f"here they count as any others: {option} leaves them out"
+    return f"warning: {path} says that pixels of {declared} have no data, but {but}"
 
 
 def read_pixels(

@@ -2,9 +2,9 @@
 
 Read `registry` first: what a rule is. Importing this package fills the table there. The rules are
 in `elementwise`, `shape`, `reshape`, `generated`, `placement`, `windowed`, `contraction`, `gather`,
-`updates`, `clamp`, `chain` and `reductions`; those of `custom_jvp`, `custom_vjp` and `cond` in
-`jaxtile._derivatives`. The other files have none. `traits` says what else is known of a primitive,
-and `accumulation` what a reduction over tiles is. `convolve` (with `planes`, `products`,
+`matrices`, `updates`, `clamp`, `chain` and `reductions`; those of `custom_jvp`, `custom_vjp` and
+`cond` in `jaxtile._derivatives`. The other files have none. `traits` says what else is known of a
+primitive, and `accumulation` what a reduction over tiles is. `convolve` (with `planes`, `products`,
 `transposes` and `dimension_order`) and `max_pool` have gradients that are faster than JAX's; these
 are stated by `derivative`, `late` lets them wait, and `plainly` says where they are not used.
 `guard` is an identity that refuses to be differentiated, and `manual` is for arrays in a
@@ -17,6 +17,7 @@ from . import contraction as contraction
 from . import elementwise as elementwise
 from . import gather as gather
 from . import generated as generated
+from . import matrices as matrices
 from . import placement as placement
 from . import reductions as reductions
 from . import reshape as reshape
