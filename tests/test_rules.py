@@ -250,6 +250,10 @@ cases(
         jnp.linalg.cholesky(symmetric(x)), x[..., :2, None], lower=True
     ),
     orthogonal=lambda p, x: jnp.abs(jnp.linalg.qr(x.reshape(2, 12, 10, 2, 2) + jnp.eye(2))[1]),
+    systems=lambda p, x: [
+        jnp.linalg.solve(symmetric(conv(x, p["w"])), x[..., :2, None]),
+        conv(jnp.linalg.inv(symmetric(x)).reshape(x.shape), p["w"]),
+    ],
     before_windows=lambda p, x: conv(jnp.linalg.cholesky(symmetric(x)).reshape(x.shape), p["w"]),
 )
 
