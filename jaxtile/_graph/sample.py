@@ -88,7 +88,7 @@ class Sample:
 def sample_of(nodes: Sequence[Node], trained: Collection[Value]) -> Sample | None:
     """The one equation among these that takes time; None if there is none, or several.
 
-    `trained`: values that have gradients.
+    `trained`: values that have gradients. What a chain reads a compiler makes part of it.
     """
     chains = [n for n in nodes if n.tiled and n.equation.primitive is chain_p]
     found = [n for n in nodes if n.tiled and n.works] or chains
@@ -97,7 +97,7 @@ def sample_of(nodes: Sequence[Node], trained: Collection[Value]) -> Sample | Non
     (node,) = found
     others = [n for n in chains if n is not node]
     made = {v for n in others for v in n.outputs}
-    first = {v.array for v in node.inputs if v.tiled and v.array not in made}
+    first = {v.array for v in node.inputs if node.works and v.tiled and v.array not in made}
     return dataclasses.replace(
         _sample(node, trained),
         prepared=sum(v.bytes for v in first if _computes(v, nodes)),
