@@ -25,6 +25,7 @@ from .program.config import ConfigError, check
 from .program.ending import Noted, sentences
 from .program.progress import Bar, Now
 from .training import summary
+from .training.ahead import Ahead
 from .training.checkpoints import CheckpointError
 from .training.feed import Feed
 from .training.instruments import Clock, Profiler, tensorboard
@@ -109,15 +110,13 @@ def take_steps(run: Run, batches: data.Batches, now: Now, profiler: Profiler) ->
         Feed(batches, run.devices, places, run.program.repeats) as feed,
         Bar("step", run.total, start=run.done, every=config.log.every) as bar,
     ):
-        while run.done < run.total and not run.devices.any(bool(signals.received)):
+        steps = Ahead(run, feed, clock, now)
+        while run.done < run.total:
+            stopping = run.devices.any(bool(signals.received))
+            if stopping and steps.running is None:
+                break
             with profiler.step():
-                clock.begin()
-                now(f"{'reading' if config.data.kind == 'folder' else 'drawing'} the first batch")
-                batch = next(feed)
-                clock.loaded()
-                now("the first step")
-                values = run.compute(batch)
-                clock.end()
+                values, batch = steps.next(last=stopping)
             now.close()
             line = run.accept(values, batch)
             boards(line)

@@ -41,7 +41,7 @@ def test_a_shipped_config(file):
     step = Step(learner, make_optimiser(config)[0], (images, labels))
     assert step.outline().fingerprint
     state, values = jax.eval_shape(
-        lambda *a: step._of(learner.loss)(*a), step.state, images, labels
+        lambda *a: step._of(learner.loss)(*a), step.state, True, images, labels
     )
     assert jax.tree.structure(state) == jax.tree.structure(step.state)
     assert values["loss"].shape == ()

@@ -499,27 +499,28 @@ def test_out_of_memory_says_what_would_fit(tmp_path):
 
 _LIMITED = """
 import pathlib, resource, sys
+import jax
 from experiments import train
 from experiments.training.run import Run
 from experiments.program.config import base
 
-compute, NONE = Run.compute, resource.RLIM_INFINITY
+begin, NONE = Run.begin, resource.RLIM_INFINITY
 
 
 def limited(self, batch):
     "The first budget's step gets less memory than it needs."
     if self.budgets.shrunk:
-        return compute(self, batch)
+        return begin(self, batch)
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + int(0.9 * self.program.bytes)
     resource.setrlimit(resource.RLIMIT_AS, (most, NONE))
     try:
-        return compute(self, batch)
+        return jax.block_until_ready(begin(self, batch))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (NONE, NONE))
 
 
-Run.compute = limited
+Run.begin = limited
 config = base("unet", channels=8, depth=1, padding="SAME", dropout=0.0)
 config.policy, config.data.size, config.data.train_images = "budget:400MiB", 512, 2
 config.train.steps, config.eval.every, config.data.eval_images = 2, 0, 1

@@ -1,8 +1,13 @@
-"""Batches on the devices, beside them, or on disk: the next one is made ready while a step runs."""
+"""Batches on the devices, beside them, or on disk: the next one is made ready while a step runs.
+
+At most two are there at a time: that of the step that runs, and the next one. With a step begun
+ahead, these are the batches of both; another one is sent when the first is used up.
+"""
 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +27,7 @@ from ..program.config import ConfigError
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 _SHARE = 0.25  # of a budget, for two batches; more is better spent on what steps compute
 _SHARE_OF_HOST = 0.25  # of the host's memory, for the four batches that are made ahead of time
+_MOST = 2  # batches on the devices
 
 
 class Placement(NamedTuple):
@@ -77,17 +83,19 @@ class Sent(NamedTuple):
     names: tuple[str, ...]
     skipped: int = 0
     """Tiles of its step that read the same as others, as far as that is known beforehand."""
+    gone: Callable[[], None] = lambda: None
+    """To be told that there is room for another one."""
 
     def delete(self) -> None:
         """Give back the memory of the devices, or close the files."""
         self.images.delete()
         self.labels.delete()
+        self.gone()
 
 
 class Feed:
-    """Gives batches, which a thread makes ready; close it, or use it in `with`.
-
-    While a step runs, its batch and the next one are on the devices, if each is deleted after use.
+    """Gives batches, which a thread makes ready; close it, or use it in `with`. Each one must be
+    deleted after use, or no other is sent.
     """
 
     def __init__(
@@ -101,22 +109,25 @@ class Feed:
         from images and labels to the tiles that will be skipped.
         """
         self.batches, self.devices, self.places, self.repeats = batches, devices, places, repeats
+        self._room = threading.Semaphore(_MOST)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "feed")
         self._next = self._pool.submit(self._send)
 
     def _send(self) -> Sent:
         batch = next(self.batches)
+        self._room.acquire()
         if self.batches.lazy:
             labels = batch.labels
             labels = jax.device_put(labels) if isinstance(labels, np.ndarray) else labels
-            return Sent(batch.images, labels, batch.names)
+            return Sent(batch.images, labels, batch.names, gone=self._room.release)
         parts = map(self.devices.placed, (batch.images, batch.labels))
         arrays = [
             x if isinstance(x, jax.Array) else jax.device_put(x, place)  # a mesh has placed its own
             for x, place in zip(parts, self.places, strict=True)
         ]
         skipped = self.repeats(batch.images, batch.labels) if self.repeats else 0
-        return Sent(*jax.block_until_ready(arrays), batch.names, skipped)
+        sent = jax.block_until_ready(arrays)
+        return Sent(*sent, batch.names, skipped, gone=self._room.release)
 
     def __next__(self) -> Sent:
         sent = self._next.result()
@@ -124,6 +135,7 @@ class Feed:
         return sent
 
     def close(self) -> None:
+        self._room.release()  # for a batch that waits
         self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Feed:

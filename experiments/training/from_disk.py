@@ -106,11 +106,13 @@ class FromDisk:
         self.compile_seconds = time.perf_counter() - began
         self.peak = Peak()
 
-    def step(self, state: State, images: Any, labels: Any) -> tuple[State, dict[str, jax.Array]]:
+    def step(
+        self, state: State, sound: jax.Array, images: Any, labels: Any
+    ) -> tuple[State, dict[str, jax.Array]]:
         (value, variables), gradients = self.streamed.value_and_grad(
             state.params, state.variables, images, labels, has_aux=True
         )
-        return self.update(state, value, variables, gradients)
+        return self.update(state, sound, value, variables, gradients)
 
     def bytes_text(self) -> str:
         return (

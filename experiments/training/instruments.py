@@ -20,31 +20,34 @@ from .workdir import Workdir
 class Clock:
     """Time of steps and of waiting for data. Compilation, evaluation and saving do not count.
 
-    The first step after a start does not count either: libraries load in it.
+    A step lasts from the end of the one before it, or from the end of a pause. The first step after
+    a start does not count: libraries load in it.
     """
 
     def __init__(self, workdir: Workdir, batch_size: int, shape: tuple[int, ...]):
         self.workdir, self.images = workdir, batch_size
         self.megapixels = batch_size * math.prod(shape[:-1]) / 1e6
-        self._first, self._begin, self._load = True, 0.0, 0.0
+        self._first, self._begin = True, 0.0
+        self.waited = 0.0
+        """In the step that goes on, and in those that count."""
         self._reset()
 
     def _reset(self) -> None:
         self.steps, self.seconds, self.waited = 0, 0.0, 0.0
 
     def begin(self) -> None:
+        """A step begins after a pause."""
         self._begin = time.perf_counter()
 
-    def loaded(self) -> None:
-        self._load = time.perf_counter()
-
     def end(self) -> None:
+        now = time.perf_counter()
         if self._first:
             self._first = False
-            return
-        self.steps += 1
-        self.seconds += time.perf_counter() - self._begin
-        self.waited += self._load - self._begin
+            self._reset()
+        else:
+            self.steps += 1
+            self.seconds += now - self._begin
+        self._begin = now
 
     def rates(self) -> dict[str, float]:
         """Since the last line was written."""

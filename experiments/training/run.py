@@ -32,7 +32,8 @@ class Run:
 
     Attributes:
       done: steps so far.
-      state: after them.
+      state: after them, and after the step that runs, if one does.
+      sound: was that finite, and all before it?
       record: what is saved beside the state, the best evaluation so far.
     """
 
@@ -42,7 +43,9 @@ class Run:
         self.learner = Learner(config)
         now("looking at the data")
         self.train_set, self.eval_set = examined_data(self.learner, workdir.path, devices)
-        optimiser, self.learning_rate = make_optimiser(config)
+        optimiser, rate = make_optimiser(config)
+        # Asked for between steps, a device would compute it behind the step that runs by then.
+        self.learning_rates = np.asarray(jax.vmap(rate)(np.arange(config.train.steps)))
         shapes = batch_shapes(self.train_set, config.train.batch_size)
         self.placement = placed(shapes, config, devices)
         if self.placement.text:
@@ -114,6 +117,7 @@ class Run:
         """Place the state on the devices, and bring the folder to where the state is."""
         now("placing the weights")
         self.state = self.devices.everywhere(self.state)
+        self.sound = self.devices.everywhere(np.array(True))
         self.workdir.adopt(self.config)
         every = self.config.eval.every
         evaluated = self.workdir.rewind(
@@ -125,14 +129,11 @@ class Run:
             now("evaluating, since the last evaluation was lost")
             self.evaluate()  # the summary is about it
 
-    def compute(self, batch: Sent) -> dict[str, float]:
-        """One step of the state; its numbers, which have arrived when this returns. The batch is
-        used up.
-        """
-        self.state, values = self.program.step(self.state, batch.images, batch.labels)
-        found = {name: float(values[name]) for name in ("finite", "loss", "gradient_norm")}
-        batch.delete()
-        return found
+    def begin(self, batch: Sent) -> dict[str, jax.Array]:
+        """One step of the state, which need not have ended when this returns; its numbers."""
+        self.state, values = self.program.step(self.state, self.sound, batch.images, batch.labels)
+        self.sound = values["finite"]
+        return values
 
     def accept(self, values: dict[str, float], batch: Sent) -> dict[str, Any]:
         """Count the step, and write its line of metrics. One that is not finite ends the run."""
@@ -144,7 +145,7 @@ class Run:
             "step": self.done,
             "loss": values["loss"],
             "gradient_norm": values["gradient_norm"],
-            "learning_rate": float(self.learning_rate(self.done - 1)),
+            "learning_rate": float(self.learning_rates[self.done - 1]),
         }
         self.workdir.write(line)
         return line
@@ -168,9 +169,19 @@ class Run:
         """Seconds of a step by region, as the planner has them."""
         return predicted(self.step.outline(), self.policy)
 
+    def pauses_after(self, step: int) -> bool:
+        """Is there something to do with the state after this step, before the next one?"""
+        config = self.config
+        return any(
+            self._is_due(step, every) for every in (config.eval.every, config.checkpoint.every)
+        )
+
     def is_due(self, every: int) -> bool:
         """Of what is done every so many steps, and after the last one; 0: only then."""
-        return self.done == self.total or bool(every and self.done % every == 0)
+        return self._is_due(self.done, every)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step == self.total or bool(every and step % every == 0)
 
 
 def _not_finite(done: int, values: dict[str, float], batch: Sent, folder: Any) -> str:

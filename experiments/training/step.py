@@ -29,6 +29,9 @@ from .checkpoints import flatten, unflatten
 from .feed import Sent
 from .learner import Learner, Weights
 
+_SOUND = jax.ShapeDtypeStruct((), bool)
+"""Were all steps before this one finite?"""
+
 
 class State(NamedTuple):
     """All that a step changes."""
@@ -125,14 +128,15 @@ class Step:
     def traced(self, policy: Any) -> Any:
         """The step under a policy; None: the plain loss, as it was written, on one device."""
         if policy is None:
-            return self._of(self.learner.loss).trace(self.state, *_strong(self.batch))
+            return self._of(self.learner.loss).trace(self.state, _SOUND, *_strong(self.batch))
         axes, devices = self.learner.in_axes(2), self.devices
         options = devices.options(axes[2])
         options["skip"] = self.learner.config.skip
         loss = jaxtile.checkpoint(self.learner.loss, in_axes=axes, policy=policy, **options)
         state = devices.typed(self.state, replicated=True)
+        sound = devices.typed(_SOUND, replicated=True)
         batch = devices.typed(self.batch, replicated=False)
-        return self._of(loss, devices.replicated).trace(state, *batch)
+        return self._of(loss, devices.replicated).trace(state, sound, *batch)
 
     def repeats(self, policy: Any) -> Callable[[Any, Any], int]:
         """From images and labels to how many tiles a step skips forwards, or more."""
@@ -157,7 +161,7 @@ class Step:
                 in_axes=self.learner.in_axes(2),
                 budget=max(1, budget - ahead),
                 step=self._of,
-                step_args=(self.state, *self.batch),
+                step_args=(self.state, _SOUND, *self.batch),
                 skip=self.learner.config.skip,
                 # All processes of a run must come to the same plan, however fast each is. On a CPU
                 # the fastest of three is chance, and two runs should do the same.
@@ -189,22 +193,24 @@ class Step:
         return (self.state.params, self.state.variables, *self.batch)
 
     def _of(self, loss: Callable[..., Any], place: Any = None) -> Callable[..., Any]:
-        def step(state: State, images: jax.Array, labels: jax.Array) -> tuple[State, dict]:
+        def step(
+            state: State, sound: jax.Array, images: jax.Array, labels: jax.Array
+        ) -> tuple[State, dict]:
             (value, variables), gradients = jax.value_and_grad(loss, has_aux=True)(
                 state.params, state.variables, images, labels
             )
-            return self._updated(state, value, variables, gradients)
+            return self._updated(state, sound, value, variables, gradients)
 
         return jax.jit(step, donate_argnums=0, out_shardings=place)
 
     def update(self) -> Callable[..., tuple[State, dict[str, jax.Array]]]:
         """The end of a step, for a loss that was differentiated elsewhere: the new state, from the
-        old one, the loss, the new variables and the gradients.
+        old one, whether that is sound, the loss, the new variables and the gradients.
         """
         return jax.jit(self._updated, donate_argnums=0)
 
     def _updated(
-        self, state: State, value: jax.Array, variables: Any, gradients: Any
+        self, state: State, sound: jax.Array, value: jax.Array, variables: Any, gradients: Any
     ) -> tuple[State, dict[str, jax.Array]]:
         decay = self.learner.config.train.ema
 
@@ -215,9 +221,10 @@ class Step:
         params = optax.apply_updates(state.params, updates)
         ema = averaged(state.ema, params) if decay else ()
         norm = optax.tree.norm(gradients)
-        # A step that is not finite changes nothing, so that what came before can be saved.
+        # A step that is not finite changes nothing, so that what came before can be saved; nor does
+        # one that was begun behind it, before that was known.
         new = State(params, variables, moments, ema)
-        finite = _all_finite((value, norm, new))
+        finite = sound & _all_finite((value, norm, new))
         new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
         return new, {"loss": value, "gradient_norm": norm, "finite": finite}
 

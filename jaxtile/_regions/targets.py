@@ -123,30 +123,40 @@ class Targets:
         return grid.in_one_piece(self._devices is not None)
 
     def _settle(self, target: Target) -> None:
-        """Where a target is computed, from what, and when."""
+        """Where a target is computed, from what, and when: with others of its region, once."""
         if target in self._settled:
             return
         self._settled.add(target)
         if target.reduction is not None and not self._in_one_piece(target.grid):
             target.rides_on = self._carrier(target.reduction)
         if target.rides_on in (None, target.result):
-            together = [target, *self._riders(target)]
-            inside = _reductions(together)
-            for each in together:
-                each.inside = inside if self._in_one_piece(target.grid) else frozenset()
-                each.source = source_of(each, self._stored)
-            read = [v for t in together for v in (*t.source.inputs, *t.source.globals)]
-            target.level = max((self.level(v) for v in read), default=0)
+            self._lead(target)
         else:
-            leader = self._found[target.rides_on]
-            self._settle(leader)
-            target.level = leader.level
-            if not self._in_one_piece(target.grid):
-                target.grid = leader.grid
-                if self._in_one_piece(leader.grid):
-                    target.inside = _reductions(self._riders(leader))
-                target.source = source_of(target, self._stored)
+            self._follow(target, self._found[target.rides_on])
         target.grid = self._fitted(target)
+
+    def _lead(self, target: Target) -> None:
+        """It is computed as soon as all is there that it reads; in one piece, and that its riders
+        read, which are equations on the way to it.
+        """
+        together = [target, *self._riders(target)]
+        inside = _reductions(together) if self._in_one_piece(target.grid) else frozenset()
+        for each in together:
+            each.inside = inside
+            each.source = source_of(each, self._stored)
+        read = [v for t in together for v in (*t.source.inputs, *t.source.globals)]
+        target.level = max((self.level(v) for v in read), default=0)
+
+    def _follow(self, target: Target, leader: Target) -> None:
+        """It is computed where its leader is. In one piece the leader has found its equations."""
+        self._settle(leader)
+        target.level = leader.level
+        if self._in_one_piece(target.grid):
+            return
+        target.grid = leader.grid
+        if self._in_one_piece(leader.grid):
+            target.inside = _reductions(self._riders(leader))
+        target.source = source_of(target, self._stored)
 
     def _fitted(self, target: Target) -> Grid:
         """The target's grid.

@@ -78,18 +78,30 @@ class Backwards(Work):
         )
 
     def read(self, carry: Sums, x: Any, fetched: tuple[Cotangents, Cotangents]) -> Found:
-        tile, (of_inputs, of_results) = self.tile, fetched
-        row: Row = list(x[0])
-        inputs = unfetched(self.saved.inputs, of_inputs)
-        windows: Arrays = filled(of_inputs, tile.windows(inputs, row))
-        if not tile.region.skips:
-            windows = self._with_passing(windows, row)
-            row, passing = _late(row, select(windows, tile.region.passing))
-            windows = fill_in(windows, tile.region.passing, passing)
-        cotangents = unfetched(self.given.cotangents, of_results)
+        of_inputs, of_results = fetched
+        windows, row = self._inputs(of_inputs, list(x[0]))
+        return windows, self._cotangents(of_results, carry, row), x[1]
+
+    def _inputs(self, fetched: Cotangents, row: Row) -> tuple[Arrays, Row]:
+        """Windows of the inputs: fetched, read, or computed again. And the positions of the tile,
+        for what must not be read before that.
+        """
+        tile, inputs = self.tile, unfetched(self.saved.inputs, fetched)
+        windows: Arrays = filled(fetched, tile.windows(inputs, row))
+        if tile.region.skips:  # then only tiles that are not skipped compute anything
+            return windows, row
+        windows = self._with_passing(windows, row)
+        row, passing = _late(row, select(windows, tile.region.passing))
+        return fill_in(windows, tile.region.passing, passing), row
+
+    def _cotangents(self, fetched: Cotangents, carry: Sums, row: Row) -> list[Any]:
+        """Windows of the results' cotangents: fetched, or read. Where an input's cotangents take
+        the place of a result's, both are one array, in the carry.
+        """
+        cotangents = unfetched(self.given.cotangents, fetched)
         for i, k in self.shared:
             cotangents[k] = carry[0][self.place[i]]
-        return windows, filled(of_results, tile.result_windows(cotangents, row)), x[1]
+        return filled(fetched, self.tile.result_windows(cotangents, row))
 
     def compute(self, found: Found, x: Any) -> Sums:
         tile, (windows, cotangents, remembered), row = self.tile, found, list(x[0])

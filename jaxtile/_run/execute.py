@@ -42,20 +42,23 @@ def execute(schedule: Schedule, flat: Sequence[Any]) -> list[jax.Array]:
 
 def _only_by_window(schedule: Schedule) -> set[Value]:
     """The arguments, and results of loops, that only loops read: these may lie in host memory."""
+    if schedule.devices:
+        return set()
+    groups = [step for step in schedule.steps if isinstance(step, Group)]
+    made = {v for step in schedule.steps if _loops(step) for v in step.results}
+    made -= {v.array for group in groups for v in group.inputs}
     whole = [v.array for v in schedule.graph.outputs]
-    for step in schedule.steps:
-        if isinstance(step, Group) and step.again is not None:
-            whole += step.again.inputs
-    for each in schedule.flat:
-        if isinstance(each, Node):
-            whole += [v.array for v in each.inputs]
-            continue
-        for region in filter(None, (each, each.again)):
-            whole += [v.array for v in region.globals]
-            whole += [v.array for v in region.inputs if not region.tiled]
-    made = {v for r in schedule.steps if _loops(r) for v in r.results}
-    made -= {v.array for r in schedule.steps if isinstance(r, Group) for v in r.inputs}
-    return set() if schedule.devices else ({*schedule.graph.inputs} | made) - {*whole}
+    whole += [v for group in groups if group.again is not None for v in group.again.inputs]
+    whole += [v.array for step in schedule.flat for v in _read_whole(step)]
+    return ({*schedule.graph.inputs} | made) - {*whole}
+
+
+def _read_whole(step: Node | Region) -> list[Value]:
+    """What a step reads otherwise than by window, in either pass."""
+    if isinstance(step, Node):
+        return list(step.inputs)
+    both = [step, *([step.again] if step.again is not None else [])]
+    return [v for r in both for v in (*r.globals, *(() if r.tiled else r.inputs))]
 
 
 def _loops(step: Node | Region | Group) -> TypeGuard[Region]:
