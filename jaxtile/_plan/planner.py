@@ -30,7 +30,7 @@ from .costs import Costs, built_in_for_another, has_host_memory, host_memory
 from .costs import costs as costs_of_device
 from .measuring import with_measured
 from .plan import Plan
-from .search import TIME_LIMIT, Search, Terms
+from .search import TIME_LIMIT, TIME_LIMIT_ELSEWHERE, Search, Terms
 
 
 def plan(
@@ -45,7 +45,7 @@ def plan(
     measure: bool = False,
     steps: float = math.inf,
     device: str | None = None,
-    time_limit: float = TIME_LIMIT,
+    time_limit: float | None = None,
     static_argnums: int | Sequence[int] = (),
     skip: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -76,8 +76,9 @@ def plan(
       device: a GPU that need not be there, as "NVIDIA H200", or a file that describes it to XLA.
         JAX's CUDA plugin must be. The plan is then not compiled as it will run: plan again on the
         GPU itself, or look at `jaxtile.memory` there.
-      time_limit: seconds after which no better schedule is looked for, once one fits. Processes
-        that must come to the same plan need `math.inf`.
+      time_limit: seconds after which no better schedule is looked for, once one fits; by default
+        60, and 300 if the device is not here and so waits for nobody. Processes that must come to
+        the same plan need `math.inf`.
       static_argnums: as for `jaxtile.checkpoint`.
       skip: as for `jaxtile.checkpoint`, which must then have it too. Times are those of all tiles.
       progress: called with a line of text before each search for a schedule, and before and after
@@ -113,6 +114,8 @@ def plan(
     if measure and device is not None:
         raise ValueError(f"nothing can be measured on {device!r}: it is not here")
     given = args if step_args is None else step_args
+    if time_limit is None:
+        time_limit = TIME_LIMIT if device is None else TIME_LIMIT_ELSEWHERE
     terms = Terms(
         parse_bytes(budget),
         _table(costs, device),

@@ -40,6 +40,7 @@ from .spans import Spans
 from .stage import Candidate
 
 TIME_LIMIT = 60.0  # seconds, after which a schedule that fits is good enough
+TIME_LIMIT_ELSEWHERE = 300.0  # the same, if no device waits: two cores compile one in 50 to 130 s
 _CANDIDATES = 6  # schedules that are compiled, once one fits
 _MORE_CANDIDATES = 12  # as long as none does
 _FULL = 0.95  # of the budget: not worth compiling again for what is left of it
