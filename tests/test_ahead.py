@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from experiments.devices.hosts import Devices
 from experiments.training.ahead import Ahead
 from experiments.training.feed import Sent
 from experiments.training.instruments import Clock
@@ -20,7 +21,9 @@ class Steps:
 
     config = ConfigDict({"data": {"kind": "cells"}})
 
-    def __init__(self, pauses=(), on_disk=False, batches=9):
+    def __init__(self, pauses=(), on_disk=False, batches=9, processes=1):
+        self.devices = Devices()
+        self.devices.processes = processes
         self.done, self.on_disk, self.pauses, self.order = 0, on_disk, pauses, []
         self.begun, self.batches = 0, batches
 
@@ -40,6 +43,7 @@ class Steps:
 
 def ahead(run):
     clock = Clock(None, 1, (8, 8, 1))
+    clock.last = 0.0  # the step before was short
     return Ahead(run, run.feed(), clock, lambda text: None)
 
 
@@ -71,10 +75,23 @@ def test_none_is_begun_behind_the_last_one():
     assert steps.running is None
 
 
-def test_steps_from_disk_are_begun_one_by_one():
-    run = Steps(on_disk=True)
+ONE_BY_ONE = ["begin 1", "end 1", "begin 2", "end 2"]
+
+
+@pytest.mark.parametrize("options", [{"on_disk": True}, {"processes": 2}])
+def test_some_steps_are_begun_one_by_one(options):
+    run = Steps(**options)
     take(run, ahead(run), 2)
-    assert run.order == ["begin 1", "end 1", "begin 2", "end 2"]
+    assert run.order == ONE_BY_ONE
+
+
+def test_long_steps_are_begun_one_by_one():
+    run = Steps()
+    steps = ahead(run)
+    for _ in range(2):
+        steps.clock.last = 2.0
+        take(run, steps, 1)
+    assert run.order == ONE_BY_ONE
 
 
 def test_an_error_comes_at_its_own_step():

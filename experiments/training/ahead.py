@@ -4,6 +4,10 @@ A device that is handed a step only when the numbers of the last one have arrive
 between, for 3 to 6 ms on an H200: of a step of 30 ms that is a tenth or more. Before an evaluation,
 a checkpoint and the end no other step is begun, since these are about the state as it is then.
 
+Long steps are taken one by one: they gain nothing, and a signal to stop would wait for two of them.
+So are those of several processes, which ask each other before each step whether one was told to
+stop, and get the answer behind the step that runs.
+
 A step that is not finite changes nothing, and nor does one that was begun behind it (`step`). So
 what the run saves then is what came before the first of them.
 """
@@ -19,6 +23,8 @@ import jax
 from .feed import Feed, Sent
 from .instruments import Clock
 from .run import Run
+
+_LONG = 1.0  # seconds of a step
 
 
 class Begun(NamedTuple):
@@ -50,7 +56,7 @@ class Ahead:
             self.clock.begin()
             self.running = self._begun()
         running, self.running = self.running, None
-        if not (last or self.run.on_disk or self.run.pauses_after(self.run.done + 1)):
+        if not last and self._overlaps():
             try:
                 self.running = self._begun(running)
             except Exception as error:
@@ -59,6 +65,12 @@ class Ahead:
         running.batch.delete()
         self.clock.end()
         return values, running.batch
+
+    def _overlaps(self) -> bool:
+        """May another step begin while this one runs?"""
+        run = self.run
+        alone = run.devices.processes == 1 and not run.on_disk
+        return alone and self.clock.last < _LONG and not run.pauses_after(run.done + 1)
 
     def _begun(self, before: Begun | None = None) -> Begun:
         if before is None:

@@ -28,6 +28,8 @@ class Clock:
         self.workdir, self.images = workdir, batch_size
         self.megapixels = batch_size * math.prod(shape[:-1]) / 1e6
         self._first, self._begin = True, 0.0
+        self.last = math.inf
+        """Seconds of the last step."""
         self.waited = 0.0
         """In the step that goes on, and in those that count."""
         self._reset()
@@ -41,12 +43,13 @@ class Clock:
 
     def end(self) -> None:
         now = time.perf_counter()
+        self.last = now - self._begin
         if self._first:
             self._first = False
             self._reset()
         else:
             self.steps += 1
-            self.seconds += now - self._begin
+            self.seconds += self.last
         self._begin = now
 
     def rates(self) -> dict[str, float]:
