@@ -61,6 +61,7 @@ def test_plans_that_are_made_first(tmp_path):
     assert any("planned in" in line for line in said)
     file = file_of(large, tmp_path)
     assert make_plans([large], tmp_path, at_once=1, limit=0, device=None, say=said.append) == {}
+    assert re.fullmatch(rf".*: takes the plan of \d{{4}}-\d\d-\d\d in {file}", said[-1])
     settings = sweep(())
     settings.update(repeats=1, limit_seconds=600, compare=False, warmup=0)
     found = measured(large, settings, tmp_path, plan=file)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import datetime
 import json
 import pathlib
 import re
@@ -61,7 +62,7 @@ def make_plans(
     device: str | None,
     say: Callable[[str], None],
 ) -> dict[Cell, tuple[str, dict[str, Any]]]:
-    """Make those that are not there. Returns of which cells there is no plan, and why."""
+    """Make those that are not there, and say which are. Returns which cells have none, and why."""
 
     def make(cell: Cell) -> tuple[str, dict[str, Any]]:
         file = file_of(cell, folder)
@@ -72,6 +73,10 @@ def make_plans(
         return status, values
 
     missing = [cell for cell in cells if not file_of(cell, folder).exists()]
+    for cell in cells:
+        if cell not in missing:
+            made_on = datetime.date.fromtimestamp(file_of(cell, folder).stat().st_mtime)
+            say(f"{cell.name}: takes the plan of {made_on} in {file_of(cell, folder)}")
     (folder / "plans").mkdir(exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(at_once) as threads:
         made = dict(zip(missing, threads.map(make, missing), strict=True))
