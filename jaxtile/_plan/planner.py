@@ -114,8 +114,6 @@ def plan(
     if measure and device is not None:
         raise ValueError(f"nothing can be measured on {device!r}: it is not here")
     given = args if step_args is None else step_args
-    if time_limit is None:
-        time_limit = TIME_LIMIT if device is None else TIME_LIMIT_ELSEWHERE
     terms = Terms(
         parse_bytes(budget),
         _table(costs, device),
@@ -124,7 +122,7 @@ def plan(
         platform=None if device is None else "gpu",
         measure=measure,
         steps=steps,
-        time_limit=time_limit,
+        time_limit=_patience(device) if time_limit is None else time_limit,
         progress=progress,
     )
     if costs is None and (warning := built_in_for_another(device)):
@@ -137,6 +135,10 @@ def plan(
     traced = _evaluated(view.traced, fun, options.static_argnums)
     with tracing_for(terms.platform):
         return Search(view, _steps(traced, in_axes, make, given, skip), terms).run()
+
+
+def _patience(device: str | None) -> float:
+    return TIME_LIMIT if device is None else TIME_LIMIT_ELSEWHERE
 
 
 def _table(costs: Costs | str | os.PathLike[str] | None, device: str | None) -> Costs:
