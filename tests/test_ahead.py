@@ -11,6 +11,7 @@ from experiments.training.ahead import Ahead
 from experiments.training.feed import Sent
 from experiments.training.instruments import Clock
 from experiments.training.learner import Learner
+from experiments.training.run import Rates
 from experiments.training.step import Step, make_optimiser
 
 from .tiny_config import get_config
@@ -118,3 +119,13 @@ def test_nothing_changes_behind_a_step_that_is_not_finite():
         same = jax.tree.map(np.array_equal, jax.tree.map(np.array, state), before)
         changed[bool(values["finite"])] = not all(jax.tree.leaves(same))
     assert changed == {False: False, True: True}
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_rates_are_those_of_the_schedule(schedule):
+    config = get_config()
+    config.train.update(steps=10_000, schedule=schedule, warmup_steps=20)
+    _, wanted = make_optimiser(config)
+    found = Rates(wanted)
+    for step in (0, 1, 19, 20, 4095, 4096, 9_999, 3):
+        assert found(step) == pytest.approx(float(wanted(step)), rel=1e-5, abs=1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,24 @@ from .trained import first_weights
 from .workdir import Workdir
 
 
+class Rates:
+    """Learning rates by step, computed for many steps at a time: one that is asked for between
+    steps would be computed by the device, behind the step that runs by then.
+    """
+
+    _AT_ONCE = 4096
+
+    def __init__(self, schedule: Callable[[Any], Any]):
+        self._schedule, self._first, self._rates = schedule, 0, np.zeros(0)
+
+    def __call__(self, step: int) -> float:
+        if not self._first <= step < self._first + len(self._rates):
+            self._first = step - step % self._AT_ONCE
+            steps = np.arange(self._first, self._first + self._AT_ONCE)
+            self._rates = np.asarray(jax.vmap(self._schedule)(steps))
+        return float(self._rates[step - self._first])
+
+
 class Run:
     """A run in its folder: made, compiled, then taken up where it stopped.
 
@@ -44,8 +63,7 @@ class Run:
         now("looking at the data")
         self.train_set, self.eval_set = examined_data(self.learner, workdir.path, devices)
         optimiser, rate = make_optimiser(config)
-        # Asked for between steps, a device would compute it behind the step that runs by then.
-        self.learning_rates = np.asarray(jax.vmap(rate)(np.arange(config.train.steps)))
+        self.learning_rate = Rates(rate)
         shapes = batch_shapes(self.train_set, config.train.batch_size)
         self.placement = placed(shapes, config, devices)
         if self.placement.text:
@@ -145,7 +163,7 @@ class Run:
             "step": self.done,
             "loss": values["loss"],
             "gradient_norm": values["gradient_norm"],
-            "learning_rate": float(self.learning_rates[self.done - 1]),
+            "learning_rate": self.learning_rate(self.done - 1),
         }
         self.workdir.write(line)
         return line
